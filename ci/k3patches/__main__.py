@@ -1,0 +1,3 @@
+from k3patches.cli import main
+
+main()

@@ -1,0 +1,451 @@
+"""The command line: one command a stage, and build, which runs them in order."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from k3patches import base as bases
+from k3patches import contents, contracts, fetch, lint, manifest, overlay, series, sourcebuild, tree, verify, wheelfiles
+from k3patches.base import Artifact, Base
+from k3patches.errors import UserError
+from k3patches.manifest import Manifest
+from k3patches.project import Project
+from k3patches.series import Patch
+from k3patches.source import Folder, GitCommit, Sdist, Source
+
+FILE = click.Path(path_type=Path)
+ARCHES = ("x86_64", "aarch64")
+EXAMPLES = """
+\b
+  ./build.sh                          the wheel of the default base, in dist/
+  ./build.sh --arch aarch64           the same for Grace, from any machine
+  ./build.sh --base 0.27.1            of a certain vLLM release
+  ./build.sh fetch                    only download and check what is pinned
+  ./build.sh apply --until 0003       a git tree with the first three patches
+  ./build.sh status                   which fixes the installed vLLM holds
+  ./build.sh COMMAND --help           what a command does and takes
+"""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The options that say what a build is made from."""
+
+    cache: Path
+    sdist: Path | None
+    wheel: Path | None
+    source_dir: Path | None
+    git: str | None
+    ref: str | None
+    arch: str
+
+    def official_wheel(self, base: Base) -> tuple[Path, Artifact]:
+        artifact = base.wheel(self.arch)
+        path = fetch.given(self.wheel, artifact) if self.wheel else fetch.fetch(artifact, self.cache)
+        return path, artifact
+
+    def source(self, project: Project, base: Base) -> Source:
+        if sum(map(bool, (self.sdist, self.source_dir, self.git))) > 1:
+            raise UserError("--sdist, --source-dir and --git each name the source: give one of them")
+        if bool(self.git) != bool(self.ref):
+            raise UserError("--git and --ref go together: a repository's URL, and a branch, tag or commit in it")
+        if self.source_dir:
+            return Folder(self.source_dir)
+        if self.git and self.ref:
+            return GitCommit.resolve(self.git, self.ref, project.root / "build" / "git")
+        path = fetch.given(self.sdist, base.sdist) if self.sdist else fetch.fetch(base.sdist, self.cache)
+        return Sdist(path, base.sdist.sha256)
+
+
+Command = Callable[..., Any]
+
+
+def _input_options(*, wheel: bool = True) -> Callable[[Command], Command]:
+    """The options of :class:`Inputs`, handed to the command as one ``inputs``."""
+    options = [
+        click.option("--cache", type=FILE, default=None, help="Folder of downloads. [default: the user's cache]"),
+        click.option("--sdist", type=FILE, help="The base's sdist, in place of a download."),
+        click.option("--source-dir", type=FILE, help="A folder with vLLM's source, in place of the sdist."),
+        click.option("--git", metavar="URL", help="A git repository of vLLM, in place of the sdist; needs --ref."),
+        click.option("--ref", metavar="REF", help="Branch, tag or commit for --git."),
+    ]
+    if wheel:
+        options += [
+            click.option("--wheel", type=FILE, help="The base's official wheel, in place of a download."),
+            click.option("--arch", type=click.Choice(ARCHES), default=None, help="Of the wheel. [default: this one's]"),
+        ]
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def wrapper(
+            *args: Any,
+            cache: Path | None,
+            sdist: Path | None,
+            source_dir: Path | None,
+            git: str | None,
+            ref: str | None,
+            wheel: Path | None = None,
+            arch: str | None = None,
+            **kwargs: Any,
+        ) -> Any:
+            inputs = Inputs(
+                cache=cache or fetch.default_cache(),
+                sdist=sdist,
+                wheel=wheel,
+                source_dir=source_dir,
+                git=git,
+                ref=ref,
+                arch=arch or _this_arch(),
+            )
+            return command(*args, inputs=inputs, **kwargs)
+
+        for option in reversed(options):
+            wrapper = option(wrapper)
+        return wrapper
+
+    return decorate
+
+
+BASE_OPTION = click.option("--base", "release", metavar="X.Y.Z", help="vLLM release. [default: that of VERSION]")
+UNTIL_OPTION = click.option("--until", metavar="NNNN", help="The last patch to apply.")
+SKIP_OPTION = click.option("--skip", metavar="NNNN", multiple=True, help="A patch to leave out; may be repeated.")
+OUT_OPTION = click.option("--out", type=FILE, default=None, help="Folder for the wheel. [default: dist/]")
+
+
+def _source_build_options(command: Command) -> Command:
+    for option in (
+        click.option("--python", default=sys.executable, help="Interpreter that builds from source."),
+        click.option("--no-isolation", is_flag=True, help="Build with what --python has installed, torch included."),
+        click.option("--from-source", is_flag=True, help="Use vLLM's setup.py, not the overlay on the official wheel."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXAMPLES)
+@click.version_option(package_name="vllm-k3-patches", message="%(version)s")
+def cli() -> None:
+    """Build vLLM wheels that carry the Kimi-K3 patch series.
+
+    build runs the stages fetch, apply, wheel and verify in order; each also runs alone,
+    and running one again changes nothing.  vLLM itself comes from the package index that
+    pip is configured for, checked against the sha256 in patches/vX.Y.Z/base.toml.
+    """
+
+
+@cli.command("build", epilog=EXAMPLES)
+@BASE_OPTION
+@_input_options()
+@UNTIL_OPTION
+@SKIP_OPTION
+@OUT_OPTION
+@_source_build_options
+def build_command(
+    release: str | None,
+    inputs: Inputs,
+    until: str | None,
+    skip: Sequence[str],
+    out: Path | None,
+    from_source: bool,
+    no_isolation: bool,
+    python: str,
+) -> None:
+    """Build the patched wheel of one base: fetch, apply, wheel, verify.
+
+    The default lays the patched files over the official wheel, which takes seconds and keeps
+    every compiled byte; --from-source compiles the patched tree with vLLM's own setup.py, whose
+    environment variables (VLLM_TARGET_DEVICE, VLLM_USE_PRECOMPILED, MAX_JOBS ..) pass through.
+    """
+    project, base, patches = _open(release)
+    with project.lock():
+        source = inputs.source(project, base)
+        if not from_source:
+            inputs.official_wheel(base)
+        _apply(project, base, source, series.select(patches, until, skip))
+        _wheel(project, base, patches, inputs, out, python if from_source else None, not no_isolation)
+
+
+@cli.command("fetch")
+@BASE_OPTION
+@_input_options()
+def fetch_command(release: str | None, inputs: Inputs) -> None:
+    """Download the base's sdist and official wheel into the cache, and check them."""
+    _, base, _ = _open(release)
+    click.echo(fetch.given(inputs.sdist, base.sdist) if inputs.sdist else fetch.fetch(base.sdist, inputs.cache))
+    click.echo(inputs.official_wheel(base)[0])
+
+
+@cli.command("apply")
+@BASE_OPTION
+@_input_options(wheel=False)
+@UNTIL_OPTION
+@SKIP_OPTION
+def apply_command(release: str | None, inputs: Inputs, until: str | None, skip: Sequence[str]) -> None:
+    """Make build/vX.Y.Z/patched: a git tree, one commit a patch on the pristine source.
+
+    Patches must fit exactly, without fuzz or offset.
+    """
+    project, base, patches = _open(release)
+    with project.lock():
+        _apply(project, base, inputs.source(project, base), series.select(patches, until, skip))
+    click.echo(project.patched_tree(base.release))
+
+
+@cli.command("wheel")
+@BASE_OPTION
+@_input_options()
+@OUT_OPTION
+@_source_build_options
+def wheel_command(
+    release: str | None, inputs: Inputs, out: Path | None, from_source: bool, no_isolation: bool, python: str
+) -> None:
+    """Make the wheel of the tree that apply left, verify it and put it into dist/."""
+    project, base, patches = _open(release)
+    with project.lock():
+        _wheel(project, base, patches, inputs, out, python if from_source else None, not no_isolation)
+
+
+@cli.command("verify")
+@BASE_OPTION
+@_input_options()
+@click.argument("built", type=FILE, required=False, metavar="[WHEEL]")
+def verify_command(release: str | None, inputs: Inputs, built: Path | None) -> None:
+    """Check a built wheel against the official one and the patched tree.
+
+    RECORD, tags, version, patched files, untouched files, that all Python compiles.
+    Default: the wheel in dist/.
+    """
+    project, base, patches = _open(release)
+    patched = project.patched_tree(base.release)
+    chosen = _chosen(patched, patches)
+    if built is None:
+        version = manifest.version(base, project.revision, chosen, whole=len(chosen) == len(patches))
+        built = project.dist_dir / manifest.wheel_name(base.wheel(inputs.arch).filename, base, version)
+    if not built.is_file():
+        raise UserError(f"{built} is not there: build it first, or name a wheel")
+    overlaid = verify.manifest_of(built).build == "overlay"
+    click.echo(f"verifying {built.name}", err=True)
+    verify.verify(built, patched, inputs.official_wheel(base)[0] if overlaid else None)
+
+
+@cli.command("status")
+@click.option("--python", help="Interpreter of the environment to look into. [default: this one's, then PATH's]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.argument("wheel", type=FILE, required=False)
+def status_command(wheel: Path | None, python: str | None, as_json: bool) -> None:
+    """Say which fixes an installed vLLM, or a WHEEL file, holds, and whether its files are whole.
+
+    \b
+    Exit code: 0 patched and whole, 3 stock vLLM, 4 files changed or missing, 5 no vLLM.
+    """
+    if wheel and python:
+        raise UserError("a wheel file and --python are two places to look: give one of them")
+    status = contents.of_wheel(wheel) if wheel else contents.of_environment(python)
+    if as_json:
+        click.echo(status.to_json())
+    else:
+        contents.show(status, Console())
+    sys.exit(status.verdict)
+
+
+@cli.command("lint")
+@BASE_OPTION
+@_input_options(wheel=False)
+def lint_command(release: str | None, inputs: Inputs) -> None:
+    """Check a series: form, mails, scope, and that it applies with git am, patch and quilt."""
+    project, base, patches = _open(release)
+    with project.lock():
+        click.echo(f"series of vLLM {base.release}, {len(patches)} patches", err=True)
+        source = inputs.source(project, base)
+        if not lint.lint(base, source, patches, _contracts(project), project.root / "build"):
+            raise UserError("the series has the findings listed above: mend them and run lint again")
+
+
+@cli.command("contracts")
+@BASE_OPTION
+@_input_options(wheel=False)
+@click.option("--fix", "chosen", multiple=True, metavar="ID", help="Only this fix; may be repeated.")
+@click.option("--prefixes", is_flag=True, help="Also run each patch's contracts on the series up to that patch.")
+@click.option("--python", default=sys.executable, help="Interpreter that has torch and vLLM's requirements.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def contracts_command(
+    release: str | None, inputs: Inputs, chosen: Sequence[str], prefixes: bool, python: str, as_json: bool
+) -> None:
+    """Run the contracts on the pristine and the patched tree, side by side.
+
+    \b
+    native   holds on the pristine tree
+    patched  fails there, holds with the series
+    absent   the feature does not exist on this release
+    broken   does not hold with the series: an error
+
+    A contract that holds without the patch that names it is an error as well.
+    """
+    project, base, patches = _open(release)
+    folder = _contracts(project)
+    chosen = chosen or contracts.fixes(folder)
+    with project.lock():
+        source = inputs.source(project, base)
+        pristine = project.pristine_tree(base.release)
+        tree.apply(base, source, [], pristine)
+        _apply(project, base, source, patches)
+        verdicts = contracts.compare(folder, chosen, pristine, project.patched_tree(base.release), python)
+        if as_json:
+            click.echo(contracts.to_json(verdicts))
+        else:
+            contracts.show(verdicts, Console())
+        named = {fix for patch in patches for fix in patch.contracts}
+        wrong = [f"{v.fix} is broken" for v in verdicts if v.state is contracts.State.BROKEN]
+        wrong += [
+            f"{v.fix} holds without its patch"
+            for v in verdicts
+            if v.fix in named and v.state in (contracts.State.NATIVE, contracts.State.ABSENT)
+        ]
+        if prefixes:
+            wrong += _prefix_failures(project, base, source, patches, chosen, python)
+    if wrong:
+        raise UserError(f"vLLM {base.release}: {'; '.join(wrong)}; run pytest tests/contracts on that tree for details")
+
+
+def _prefix_failures(
+    project: Project, base: Base, source: Source, patches: Sequence[Patch], chosen: Sequence[str], python: str
+) -> list[str]:
+    wrong = []
+    prefix = project.build_dir(base.release) / "prefix"
+    for end, patch in enumerate(patches, 1):
+        fixes = [fix for fix in patch.contracts if fix in chosen]
+        if not fixes:
+            continue
+        tree.apply(base, source, patches[:end], prefix)
+        for fix, outcome in contracts.run(_contracts(project), fixes, prefix, python).items():
+            click.echo(f"  up to {patch.number}: {fix}: {outcome}", err=True)
+            if not outcome.holds:
+                wrong.append(f"{fix} does not hold with the series up to {patch.name}")
+    if prefix.exists():
+        shutil.rmtree(prefix)
+    return wrong
+
+
+def _open(release: str | None) -> tuple[Project, Base, list[Patch]]:
+    project = Project.find()
+    folder = project.series_dir(release or project.default_release)
+    return project, bases.load(folder), series.load(folder)
+
+
+def _contracts(project: Project) -> Path:
+    return project.root / "tests" / "contracts"
+
+
+def _apply(project: Project, base: Base, source: Source, patches: Sequence[Patch]) -> None:
+    patched = project.patched_tree(base.release)
+    tree.apply(base, source, patches, patched)
+    click.echo(f"vLLM {base.release} with {len(patches)} patches in {patched}", err=True)
+
+
+def _chosen(patched: Path, patches: Sequence[Patch]) -> list[Patch]:
+    """The patches of which ``patched`` was made, still as they are in the series."""
+    applied = tree.require_ours(patched).patches
+    by_name = {p.name: p for p in patches}
+    if any(name not in by_name or by_name[name].sha256 != sha for name, sha in applied):
+        raise UserError(f"{patched} was made of another state of the series: run apply again")
+    return [by_name[name] for name, _ in applied]
+
+
+def _wheel(
+    project: Project,
+    base: Base,
+    patches: Sequence[Patch],
+    inputs: Inputs,
+    out: Path | None,
+    source_python: str | None,
+    isolated: bool,
+) -> None:
+    """Make a wheel in the build folder, verify it there, and only then put it into ``out``."""
+    patched = project.patched_tree(base.release)
+    chosen = _chosen(patched, patches)
+    version = manifest.version(base, project.revision, chosen, whole=len(chosen) == len(patches))
+    changes = tree.changes(patched)
+    record = Manifest(
+        version=version,
+        base=base.release,
+        commit=base.commit,
+        build="source" if source_python else "overlay",
+        source=tree.require_ours(patched).source,
+        pins={"sdist": base.sdist},
+        patches=[manifest.record(p) for p in chosen],
+    )
+    with tree.replacing(project.build_dir(base.release) / "wheel") as stage:
+        official: Path | None = None
+        replaced: dict[str, bytes | None] = {}
+        if source_python:
+            raw = stage / "setup"
+            raw.mkdir()
+            model = sourcebuild.build(patched, version, raw, source_python, isolated)
+            with wheelfiles.opened(model) as wheel:
+                members = set(wheel.namelist())
+            shipped = {c.path: c.content for c in changes if c.path in members or c.path.startswith("vllm/")}
+            name = model.name
+        else:
+            official, artifact = inputs.official_wheel(base)
+            overlay.check_same_source(official, patched)
+            shipped = replaced = overlay.shipped(changes, official)
+            record.pins["wheel"] = artifact
+            model, name = official, manifest.wheel_name(official.name, base, version)
+        record.files.update({c.path: c.sha256 for c in changes if c.path in shipped})
+        new = stage / name
+        wheelfiles.rewrite(model, new, replaced, {manifest.FILE: record.dump()}, base.epoch)
+        click.echo(f"verifying {name}", err=True)
+        verify.verify(new, patched, official)
+        target = _publish(new, out or project.dist_dir)
+    click.echo(f"sha256 {fetch.sha256(target)}", err=True)
+    click.echo(target)
+
+
+def _publish(wheel: Path, out: Path) -> Path:
+    """Put a finished wheel into ``out`` in one step."""
+    target = out / wheel.name
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        try:
+            wheel.rename(target)
+        except OSError as e:
+            if e.errno != errno.EXDEV:
+                raise
+            with tempfile.TemporaryDirectory(prefix=f".{wheel.name}.", dir=out) as folder:
+                copy = Path(folder) / wheel.name
+                shutil.copyfile(wheel, copy)
+                copy.rename(target)
+    except OSError as e:
+        raise UserError(f"cannot write the wheel to {out} ({e.strerror}): name another folder with --out") from None
+    return target
+
+
+def _this_arch() -> str:
+    machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine())
+    return machine if machine in ARCHES else "x86_64"
+
+
+def main() -> None:
+    """Run the command line; what the machine refuses is an error of one sentence as well."""
+    try:
+        cli(prog_name="k3-patches")
+    except OSError as e:
+        where = e.filename or "the build folder, the cache or the output folder"
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            message = f"no space left for {where}: free some (a build needs about 2 GiB) and run it again"
+        else:
+            message = f"{where}: {e.strerror or e}"
+        click.echo(f"Error: {message}", err=True)
+        sys.exit(1)

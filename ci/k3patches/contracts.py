@@ -1,0 +1,139 @@
+"""Run the contracts on the pristine and on the patched tree and say which state each fix is in."""
+
+from __future__ import annotations
+
+import enum
+import json
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from k3patches.errors import UserError
+
+# The start of the reason with which a contract skips where its feature does not exist.
+ABSENT = "absent:"
+
+
+class State(str, enum.Enum):
+    """A fix's state on a base."""
+
+    NATIVE = "native"
+    PATCHED = "patched"
+    ABSENT = "absent"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one tree does in one contract; ``skipped`` counts tests that did not run for another reason than absence."""
+
+    passed: int = 0
+    failed: int = 0
+    absent: int = 0
+    skipped: int = 0
+
+    @property
+    def holds(self) -> bool:
+        return self.passed > 0 and self.failed == 0 and self.skipped == 0
+
+    @property
+    def is_absent(self) -> bool:
+        return self.absent > 0 and self.passed + self.failed + self.skipped == 0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{n} {word}" for word, n in asdict(self).items() if n) or "nothing ran"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One row of the table."""
+
+    fix: str
+    pristine: Outcome
+    patched: Outcome
+
+    @property
+    def state(self) -> State:
+        if self.patched.is_absent:
+            return State.ABSENT
+        if not self.patched.holds:
+            return State.BROKEN
+        return State.NATIVE if self.pristine.holds else State.PATCHED
+
+
+def fixes(folder: Path) -> list[str]:
+    """Ids of all fixes that have a contract."""
+    return sorted(p.stem.removeprefix("test_").replace("_", "-") for p in folder.glob("test_*.py"))
+
+
+def contract_file(fix: str) -> str:
+    """The name of a fix's contract."""
+    return f"test_{fix.replace('-', '_')}.py"
+
+
+def compare(folder: Path, chosen: Sequence[str], pristine: Path, patched: Path, python: str) -> list[Verdict]:
+    """Run the contracts of the ``chosen`` fixes on both trees, side by side."""
+    with ThreadPoolExecutor(2) as pool:
+        before, after = pool.map(lambda tree: run(folder, chosen, tree, python), (pristine, patched))
+    return [Verdict(fix, before[fix], after[fix]) for fix in chosen]
+
+
+def run(folder: Path, chosen: Sequence[str], tree: Path, python: str) -> dict[str, Outcome]:
+    """Run the contracts of the ``chosen`` fixes on one tree, in a process of its own."""
+    files = {fix: folder / contract_file(fix) for fix in chosen}
+    for fix, file in files.items():
+        if not file.is_file():
+            raise UserError(f"no contract {file.name} for {fix}: the known fixes are {', '.join(fixes(folder))}")
+    with tempfile.TemporaryDirectory() as scratch:
+        log, output = Path(scratch) / "log", Path(scratch) / "output"
+        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--report-log={log}", "--tree", str(tree)]
+        with output.open("w") as out:
+            done = subprocess.run([*command, *map(str, files.values())], stdout=out, stderr=out, check=False)
+        # 0: all passed, 1: some failed; anything else means that pytest itself could not do its work.
+        if done.returncode not in (0, 1, 2) or not log.is_file():
+            raise UserError(f"the contracts did not run on {tree}:\n{output.read_text()[-4000:]}")
+        entries = [json.loads(line) for line in log.read_text().splitlines()]
+    counts: dict[str, Counter[str]] = {file.name: Counter() for file in files.values()}
+    for entry in entries:
+        name = Path(entry.get("nodeid", "").partition("::")[0]).name
+        if (kind := _kind(entry)) and name in counts:
+            counts[name][kind] += 1
+    return {fix: Outcome(**counts[file.name]) for fix, file in files.items()}
+
+
+def to_json(verdicts: Sequence[Verdict]) -> str:
+    return json.dumps([asdict(v) | {"state": v.state.value} for v in verdicts], indent=1)
+
+
+def show(verdicts: Sequence[Verdict], console: Console) -> None:
+    """Print the table for a person."""
+    table = Table("fix", "pristine", "patched", "state")
+    for v in verdicts:
+        table.add_row(v.fix, str(v.pristine), str(v.patched), v.state.value)
+    console.print(table)
+
+
+def _kind(entry: dict[str, object]) -> str | None:
+    if entry.get("$report_type") == "CollectReport":
+        return {"failed": "failed", "skipped": _skip(entry)}.get(str(entry["outcome"]))
+    if entry.get("$report_type") != "TestReport":
+        return None
+    outcome, when = entry["outcome"], entry["when"]
+    if outcome == "failed":
+        return "failed"
+    if outcome == "skipped":
+        return _skip(entry)
+    return "passed" if when == "call" else None
+
+
+def _skip(entry: dict[str, object]) -> str:
+    # pytest writes (file, line, "Skipped: reason").
+    reason = str(entry["longrepr"][-1]) if isinstance(entry.get("longrepr"), list) else ""  # type: ignore[index]
+    return "absent" if reason.removeprefix("Skipped: ").startswith(ABSENT) else "skipped"

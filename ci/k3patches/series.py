@@ -1,0 +1,163 @@
+"""Read a series: the ``series`` file and the mails it names."""
+
+from __future__ import annotations
+
+import email
+import email.policy
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from email.message import EmailMessage
+from pathlib import Path
+
+from unidiff.errors import UnidiffParseError
+from unidiff.patch import PatchSet
+
+from k3patches.errors import UserError
+
+SERIES_FILE = "series"
+NAME = re.compile(r"(\d{4})-[A-Za-z0-9._-]+\.patch")
+# The trailers that only this project reads; an exported pull request loses them.
+CONTRACT, DEPENDS_ON, UPSTREAM_STATUS = "Contract", "Depends-On", "Upstream-Status"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One patch file: a mail that ``git am`` takes.
+
+    ``files`` are the paths it touches, relative to the tree.
+    ``trailers`` holds the values of every trailer in the message's last paragraph, in order.
+    """
+
+    path: Path
+    data: bytes
+    author: str
+    date: str
+    subject: str
+    body: str
+    trailers: dict[str, list[str]]
+    diff: PatchSet
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def number(self) -> str:
+        return self.name[:4]
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+    @property
+    def files(self) -> list[str]:
+        return [f.path for f in self.diff]
+
+    @property
+    def contracts(self) -> list[str]:
+        """Ids of the fixes that the patch is for."""
+        return _ids(self.trailers.get(CONTRACT, []))
+
+    @property
+    def depends_on(self) -> list[str]:
+        """Ids of the fixes that must come before it."""
+        return _ids(self.trailers.get(DEPENDS_ON, []))
+
+    @property
+    def upstream_status(self) -> str:
+        return "; ".join(self.trailers.get(UPSTREAM_STATUS, []))
+
+
+def load(folder: Path) -> list[Patch]:
+    """The patches of ``folder`` in the order of its series file.
+
+    A name without its file, a file without its name, or a line that is no plain name is an error.
+    """
+    names = listed(folder)
+    beside = {p.name for p in folder.glob("*.patch")}
+    if missing := [n for n in names if n not in beside]:
+        raise UserError(f"{folder / SERIES_FILE} names {missing[0]}, which is not there: restore it or drop the line")
+    if extra := sorted(beside.difference(names)):
+        raise UserError(f"{folder / extra[0]} is not in {SERIES_FILE}: add it there, or move the file away")
+    return [read(folder / name) for name in names]
+
+
+def listed(folder: Path) -> list[str]:
+    """The names in the series file; blank lines and ``#`` comments group them."""
+    path = folder / SERIES_FILE
+    try:
+        lines = path.read_text().splitlines()
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: it lists the patches of {folder.name} in order") from None
+    names = []
+    for number, line in enumerate(lines, 1):
+        name = line.split("#", 1)[0].strip()
+        if not name:
+            continue
+        if not NAME.fullmatch(name):
+            raise UserError(f"{path} line {number}: {name!r} is no NNNN-name.patch; options are not supported")
+        if name in names:
+            raise UserError(f"{path} line {number}: {name} is listed twice, drop one")
+        names.append(name)
+    return names
+
+
+def read(path: Path) -> Patch:
+    """Parse one patch file."""
+    data = path.read_bytes()
+    if b"\r\n" in data:
+        raise UserError(f"{path} has CRLF line endings: convert it back with dos2unix, or restore it from git")
+    mail = email.message_from_bytes(data, policy=email.policy.default)
+    assert isinstance(mail, EmailMessage)
+    text = str(mail.get_content()) if mail["From"] and mail["Subject"] else ""
+    message, separator, rest = text.partition("\n---\n")
+    start = rest.find("diff --git ")
+    if not separator or start < 0:
+        raise UserError(f"{path} is no mail with a diff: write it with git format-patch")
+    try:
+        diff = PatchSet(rest[start:])
+    except UnidiffParseError as e:
+        raise UserError(f"{path} was damaged or edited by hand: {e}; restore it, or export its commit again") from None
+    return Patch(
+        path=path,
+        data=data,
+        author=str(mail["From"]),
+        date=str(mail["Date"]),
+        subject=re.sub(r"^\[PATCH[^\]]*\] ", "", " ".join(str(mail["Subject"]).split())),
+        body=message,
+        trailers=_trailers(message),
+        diff=diff,
+    )
+
+
+def select(patches: list[Patch], until: str | None = None, skip: Iterable[str] = ()) -> list[Patch]:
+    """The patches up to and with number ``until``, without the numbers in ``skip``.
+
+    A patch left in whose ``Depends-On`` was left out is an error.
+    """
+    numbers = [p.number for p in patches]
+    skip = set(skip)
+    if unknown := sorted(({until} if until else set()).union(skip).difference(numbers)):
+        raise UserError(f"no patch {unknown[0]} in this series: it has {', '.join(numbers) or 'none'}")
+    end = numbers.index(until) + 1 if until else len(patches)
+    kept = [p for p in patches[:end] if p.number not in skip]
+    have: set[str] = set()
+    for patch in kept:
+        if missing := [d for d in patch.depends_on if d not in have]:
+            raise UserError(f"{patch.name} depends on {missing[0]}, which is left out: leave out both, or neither")
+        have.update(patch.contracts)
+    return kept
+
+
+def _trailers(message: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for line in message.rstrip().split("\n\n")[-1].splitlines():
+        if match := re.fullmatch(r"([A-Z][A-Za-z-]*): (.+)", line):
+            found.setdefault(match[1], []).append(match[2].strip())
+    return found
+
+
+def _ids(values: list[str]) -> list[str]:
+    return [i for value in values for i in re.split(r"[,\s]+", value) if i]

@@ -1,0 +1,109 @@
+"""Unpack a release's source into a folder, from an sdist, a checkout or a git remote."""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+from k3patches.errors import UserError
+from k3patches.git import GitError, git, git_as_user
+
+
+class Source(Protocol):
+    """Where a tree comes from.
+
+    ``identity`` names it in words; where ``pinned``, the same identity is the same content.
+    ``unpack`` fills an empty folder.
+    """
+
+    @property
+    def identity(self) -> str: ...
+
+    @property
+    def pinned(self) -> bool: ...
+
+    def unpack(self, into: Path) -> None: ...
+
+
+@dataclass(frozen=True)
+class Sdist:
+    """A checked sdist."""
+
+    path: Path
+    sha256: str
+    pinned = True
+
+    @property
+    def identity(self) -> str:
+        return f"sdist sha256 {self.sha256}"
+
+    def unpack(self, into: Path) -> None:
+        """Unpack below ``into``, without the archive's one top folder.
+
+        A member that would land outside, a device, or a ``.git`` of the archive's own is an error.
+        """
+        if not hasattr(tarfile, "data_filter"):
+            raise UserError("this Python unpacks archives without guarding their paths: use 3.10.12, 3.11.4 or newer")
+        try:
+            with tarfile.open(self.path) as archive:
+                for member in archive:
+                    parts = PurePosixPath(member.name).parts
+                    if ".git" in parts or ".." in parts or member.name.startswith("/"):
+                        raise UserError(f"{self.path} holds {member.name!r}, which a source archive must not: not used")
+                    if len(parts) < 2:
+                        continue
+                    member.name = str(PurePosixPath(*parts[1:]))
+                    archive.extract(member, into, filter="data")
+        except tarfile.FilterError as e:
+            raise UserError(f"{self.path} is not safe to unpack: {e}") from None
+        except (tarfile.TarError, EOFError) as e:
+            raise UserError(f"{self.path} is damaged ({e}): delete it and fetch it again") from None
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A source folder of the user's own, which may change at any time."""
+
+    path: Path
+    pinned = False
+
+    @property
+    def identity(self) -> str:
+        return f"folder {self.path.resolve()}"
+
+    def unpack(self, into: Path) -> None:
+        if not (self.path / "vllm" / "__init__.py").is_file():
+            raise UserError(f"{self.path} holds no vLLM source: name the folder that has vllm/__init__.py below it")
+        ignore = shutil.ignore_patterns(".git", "__pycache__")
+        shutil.copytree(self.path, into, symlinks=True, ignore=ignore, dirs_exist_ok=True)
+
+
+@dataclass(frozen=True)
+class GitCommit:
+    """A commit of a git repository, already resolved and fetched into ``store``."""
+
+    url: str
+    commit: str
+    store: Path
+    pinned = True
+
+    @classmethod
+    def resolve(cls, url: str, ref: str, store: Path) -> GitCommit:
+        """Fetch ``ref`` (a branch, tag or full commit id) of ``url`` into the bare repository ``store``."""
+        store.mkdir(parents=True, exist_ok=True)
+        try:
+            git("init", "-q", "--bare", ".", cwd=store)
+            git_as_user("fetch", "-q", "--depth", "1", "--no-tags", url, ref, cwd=store)
+            return cls(url, git("rev-parse", "FETCH_HEAD^{commit}", cwd=store).strip(), store)
+        except GitError as e:
+            raise UserError(f"cannot fetch {ref} of {url}: {e}") from None
+
+    @property
+    def identity(self) -> str:
+        return f"git {self.url} {self.commit}"
+
+    def unpack(self, into: Path) -> None:
+        git("--work-tree", into.resolve(), "checkout", "-q", "-f", self.commit, "--", ".", cwd=self.store)

@@ -1,0 +1,59 @@
+"""Run the contracts against one unpacked vLLM tree, on CPU.
+
+    pytest tests/contracts --tree build/v0.27.1/patched
+
+The tree is imported in place: nothing is installed and nothing compiled.  One
+process can import one vLLM only, so each tree needs its own pytest run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tree",
+        type=Path,
+        default=None,
+        metavar="PATH",
+        help="unpacked vLLM source tree to test (default: the patched tree of the default base)",
+    )
+
+
+def default_tree() -> Path:
+    release = (ROOT / "VERSION").read_text().split("+")[0].strip()
+    return ROOT / "build" / f"v{release}" / "patched"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tree = (config.getoption("--tree") or default_tree()).resolve()
+    if not (tree / "vllm" / "__init__.py").is_file():
+        raise pytest.UsageError(f"{tree} holds no vLLM source tree: run ./build.sh apply, or name one with --tree")
+    if "vllm" in sys.modules:
+        raise pytest.UsageError("vllm was imported before --tree could choose which one; run the contracts on their own")
+    # What a GPU-less import needs, and what keeps one run from depending on the user's settings.
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    sys.path.insert(0, str(tree))
+    config.stash[TREE] = tree
+
+
+TREE = pytest.StashKey[Path]()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"vLLM tree: {config.stash[TREE]}"
+
+
+@pytest.fixture(scope="session")
+def tree(request: pytest.FixtureRequest) -> Path:
+    """The vLLM source tree under test."""
+    return request.config.stash[TREE]
