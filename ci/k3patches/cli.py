@@ -17,7 +17,20 @@ import click
 from rich.console import Console
 
 from k3patches import base as bases
-from k3patches import contents, contracts, fetch, lint, manifest, overlay, series, sourcebuild, tree, verify, wheelfiles
+from k3patches import (
+    contents,
+    contracts,
+    fetch,
+    lint,
+    manifest,
+    overlay,
+    refresh,
+    series,
+    sourcebuild,
+    tree,
+    verify,
+    wheelfiles,
+)
 from k3patches.base import Artifact, Base
 from k3patches.errors import UserError
 from k3patches.manifest import Manifest
@@ -271,6 +284,21 @@ def lint_command(release: str | None, inputs: Inputs) -> None:
         source = inputs.source(project, base)
         if not lint.lint(base, source, patches, _contracts(project), project.root / "build"):
             raise UserError("the series has the findings listed above: mend them and run lint again")
+
+
+@cli.command("refresh")
+@BASE_OPTION
+@click.argument("git_tree", type=FILE, metavar="TREE")
+def refresh_command(release: str | None, git_tree: Path) -> None:
+    """Write the series from the commits of TREE, one patch a commit.
+
+    TREE is a git tree such as apply makes: a tag 'pristine' on the release's source, and the
+    patches as commits on it, edited with ordinary git.  Writing the same commits again
+    changes no byte.
+    """
+    project = Project.find()
+    for name in refresh.refresh(git_tree, project.series_dir(release or project.default_release)):
+        click.echo(name)
 
 
 @cli.command("contracts")

@@ -19,6 +19,7 @@ from k3patches import tree as trees
 from k3patches.base import Base
 from k3patches.contracts import contract_file
 from k3patches.git import GitError, git
+from k3patches.refresh import export
 from k3patches.series import CONTRACT, DEPENDS_ON, UPSTREAM_STATUS, Patch, select
 from k3patches.source import Source
 
@@ -28,8 +29,6 @@ SPDX = ("SPDX-License-Identifier: Apache-2.0", "SPDX-FileCopyrightText: Copyrigh
 SUBJECT_LIMIT = 72
 BODY_WIDTH = 72
 MAIL_MAGIC = "From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001"
-# What git format-patch is told, so that two exports of one commit are the same bytes on any day and machine.
-EXPORT = ("format-patch", "-1", "--stdout", "--no-signature", "--zero-commit", "--no-numbered", "--full-index")
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,6 @@ def lint(base: Base, source: Source, patches: Sequence[Patch], contracts: Path, 
                 click.echo(f"    {finding}", err=True)
             findings += len(found)
     return findings == 0
-
-
-def export(tree: Path, commit: str) -> bytes:
-    """A commit as the project's canonical patch file."""
-    return git(*EXPORT, commit, cwd=tree).rstrip("\n").encode() + b"\n"
 
 
 def _numbering(bench: Bench) -> Iterator[str]:

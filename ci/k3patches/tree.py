@@ -86,8 +86,9 @@ def apply_one(tree: Path, patch: Patch) -> None:
     if moved:
         raise UserError(f"{patch.name} applies only with an offset ({moved[0]}): refresh it on this base")
     try:
-        # -b keeps [Bugfix] in the subject; am would take every bracket for its own.
-        git("am", "-q", "-b", "--no-gpg-sign", "--committer-date-is-author-date", patch.path.resolve(), cwd=tree)
+        # am takes every bracket of the subject for its own, [Bugfix] included, unless told otherwise.
+        how = ("--quiet", "--keep-non-patch", "--no-gpg-sign", "--committer-date-is-author-date")
+        git("am", *how, patch.path.resolve(), cwd=tree)
     except GitError as e:
         raise UserError(f"git am does not take {patch.name}: {e}") from None
 

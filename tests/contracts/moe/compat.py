@@ -1,0 +1,231 @@
+"""vLLM's NVFP4 experts on CPU, and what the releases 0.27.1 to 0.33.0 name differently."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from .fake_flashinfer import Call, FakeFlashInfer
+from .reference import Act
+
+# The kernel pads hidden sizes to 256 (512 in some releases' per-token mode) and
+# intermediate sizes to 64 or 128: with these, nothing is padded.
+HIDDEN = 512
+INTERMEDIATE = 128
+TOKENS = 3
+TOPK = 2
+
+KERNELS = ("Modular", "Monolithic")
+
+
+class _Blackwell:
+    """A platform that answers as a B200 does; everything else as the real one."""
+
+    device_name = "fake B200"
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def is_cuda(self) -> bool:
+        return True
+
+    def is_cuda_alike(self) -> bool:
+        return True
+
+    def is_device_capability_family(self, capability: int) -> bool:
+        return capability == 100
+
+    def has_device_capability(self, capability: Any) -> bool:
+        return True
+
+
+def pretend_blackwell(monkeypatch: pytest.MonkeyPatch, flashinfer: FakeFlashInfer) -> None:
+    """Make the TRTLLM NVFP4 experts importable, selectable and callable here."""
+    # Imported first: on import, vLLM looks whether the real flashinfer has what it wants.
+    from vllm.model_executor import parameter
+    from vllm.model_executor.layers.fused_moe import config as moe_config
+    from vllm.model_executor.layers.fused_moe.experts import trtllm_nvfp4_moe as experts
+    from vllm.model_executor.layers.quantization import modelopt  # noqa: F401
+
+    flashinfer.install(monkeypatch)
+    for module in (moe_config, experts):
+        monkeypatch.setattr(module, "current_platform", _Blackwell(module.current_platform))
+    monkeypatch.setattr(experts, "has_flashinfer_trtllm_fused_moe", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: torch.device("cpu"))
+    if hasattr(experts, "trtllm_moe_pack_topk_ids_weights"):  # a Triton kernel; gone in later releases
+        monkeypatch.setattr(experts, "trtllm_moe_pack_topk_ids_weights", lambda ids, weights: ids)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
+
+
+def moe_config(act: Act, num_experts: int, *, expert_parallel: bool = False, backend: str = "flashinfer_trtllm") -> Any:
+    """The MoE's config.  Expert parallel: what vLLM gives each of two ranks of --enable-expert-parallel."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import (
+        FusedMoEConfig,
+        FusedMoEParallelConfig,
+        RoutingMethodType,
+    )
+
+    parallel = FusedMoEParallelConfig.make_no_parallel()
+    if expert_parallel:
+        parallel.dp_size, parallel.ep_size, parallel.use_ep = 2, 2, True
+    return FusedMoEConfig(
+        num_experts=num_experts * parallel.ep_size,
+        experts_per_token=TOPK,
+        hidden_dim=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_local_experts=num_experts,
+        num_logical_experts=num_experts * parallel.ep_size,
+        activation=MoEActivation(act.name),
+        device="cpu",
+        routing_method=RoutingMethodType.DeepSeekV3,
+        moe_parallel_config=parallel,
+        in_dtype=torch.bfloat16,
+        moe_backend=backend,
+        swiglu_limit=act.limit,
+        swiglu_alpha=act.alpha,
+        swiglu_beta=act.shift,
+        activation_situ_beta=act.beta,
+        activation_situ_linear_beta=act.linear_beta,
+    )
+
+
+def experts_class(kernel: str) -> type:
+    from vllm.model_executor.layers.fused_moe.experts import trtllm_nvfp4_moe
+
+    return getattr(trtllm_nvfp4_moe, f"TrtLlmNvFp4Experts{kernel}")
+
+
+def call_kernel(flashinfer: FakeFlashInfer, experts: Any, layer: Any, *, quantized: bool = True) -> Call:
+    """One forward of the experts; returns what the (one) kernel call was handed."""
+    if quantized:
+        hidden_states = torch.zeros((TOKENS, HIDDEN // 2), dtype=torch.uint8)
+        a1q_scale = torch.ones((TOKENS, HIDDEN // 16), dtype=torch.float8_e4m3fn)
+    else:
+        hidden_states = torch.randn((TOKENS, HIDDEN), dtype=torch.bfloat16)
+        a1q_scale = None
+    offered = {
+        "output": torch.zeros((TOKENS, HIDDEN), dtype=torch.bfloat16),
+        "hidden_states": hidden_states,
+        "w1": layer.w13_weight,
+        "w2": layer.w2_weight,
+        "topk_weights": torch.ones((TOKENS, TOPK)),
+        "topk_ids": torch.zeros((TOKENS, TOPK), dtype=torch.int32),
+        "router_logits": torch.zeros((TOKENS, experts.moe_config.num_experts)),
+        "activation": experts.moe_config.activation,
+        "global_num_experts": experts.moe_config.num_experts,
+        "expert_map": None,
+        "a1q_scale": a1q_scale,
+        "a2_scale": None,
+        "workspace13": None,
+        "workspace2": None,
+        "expert_tokens_meta": None,
+        "apply_router_weight_on_input": False,
+    }
+    wanted = inspect.signature(experts.apply).parameters
+    before = len(flashinfer.moe_calls)
+    experts.apply(**{name: value for name, value in offered.items() if name in wanted})
+    assert len(flashinfer.moe_calls) == before + 1
+    return flashinfer.moe_calls[-1]
+
+
+class ExpertsLayer(torch.nn.Module):
+    """What ModelOpt's NVFP4 method needs of vLLM's routed-experts layer."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.moe_config = config
+        self.activation = config.activation
+        self.global_num_experts = config.num_experts
+        self.local_num_experts = config.num_local_experts
+        self.swiglu_limit = config.swiglu_limit
+
+    def _expert_routing_tables(self) -> None:
+        return None
+
+    def permute_experts(self, order: list[int]) -> None:
+        """EPLB's rearrangement: in place, every registered per-expert tensor but the shared input scales."""
+        for name, parameter in self.named_parameters():
+            if name not in ("w13_input_scale", "w2_input_scale"):
+                parameter.data.copy_(parameter.data[order].clone())
+
+
+def _load(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+    param.data.copy_(loaded_weight)
+
+
+def checkpoint(
+    config: Any,
+    w13_scale_2: list[float],
+    w2_scale_2: list[float],
+    w13_input_scale: float,
+    w2_input_scale: float,
+) -> dict[str, torch.Tensor]:
+    """The tensors of a ModelOpt NVFP4 checkpoint for one layer, all local experts, as they are loaded."""
+    experts, shards = config.num_local_experts, 2 if config.is_act_and_mul else 1
+    rows, hidden, inner = shards * INTERMEDIATE, HIDDEN, INTERMEDIATE
+    return {
+        "w13_weight": torch.zeros((experts, rows, hidden // 2), dtype=torch.uint8),
+        "w2_weight": torch.zeros((experts, hidden, inner // 2), dtype=torch.uint8),
+        "w13_weight_scale": torch.ones((experts, rows, hidden // 16)).to(torch.float8_e4m3fn),
+        "w2_weight_scale": torch.ones((experts, hidden, inner // 16)).to(torch.float8_e4m3fn),
+        "w13_weight_scale_2": torch.tensor(w13_scale_2)[:, None].repeat(1, shards),
+        "w2_weight_scale_2": torch.tensor(w2_scale_2),
+        "w13_input_scale": torch.full((config.num_experts, shards), w13_input_scale),
+        "w2_input_scale": torch.full((config.num_experts,), w2_input_scale),
+    }
+
+
+class ModelOptExperts:
+    """A layer of NVFP4 experts that ModelOpt's own method creates, loads and reloads."""
+
+    def __init__(self, flashinfer: FakeFlashInfer, config: Any, quant_config: Any | None = None) -> None:
+        from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config, ModelOptNvFp4FusedMoE
+        from vllm.model_executor.model_loader import reload
+
+        self.flashinfer = flashinfer
+        quant_config = quant_config or ModelOptNvFp4Config(is_checkpoint_nvfp4_serialized=True, group_size=16)
+        self.method = ModelOptNvFp4FusedMoE(quant_config, config)
+        self.layer = ExpertsLayer(config)
+        self.layer.quant_method = self.method
+        self.method.create_weights(
+            self.layer,
+            num_experts=config.num_local_experts,
+            hidden_size=HIDDEN,
+            intermediate_size_per_partition=INTERMEDIATE,
+            params_dtype=torch.bfloat16,
+            global_num_experts=config.num_experts,
+            weight_loader=_load,
+        )
+        reload.record_metadata_for_reloading(self.layer)
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            parameter = getattr(self.layer, name)
+            parameter.weight_loader(parameter, tensor)
+        self.method.process_weights_after_loading(self.layer)
+
+    def reload(self, tensors: dict[str, torch.Tensor]) -> None:
+        """A weight update while serving, as vLLM's layerwise reload does it."""
+        from vllm.model_executor.model_loader import reload
+
+        reload.initialize_layerwise_reload(self.layer)
+        for name, tensor in tensors.items():
+            parameter = getattr(self.layer, name)
+            parameter.weight_loader(parameter, tensor)
+        reload.finalize_layerwise_reload(self.layer, SimpleNamespace(dtype=torch.bfloat16))
+
+    @property
+    def experts(self) -> Any:
+        return self.method.moe_kernel.fused_experts
+
+    def call_kernel(self, *, quantized: bool = True) -> Call:
+        return call_kernel(self.flashinfer, self.experts, self.layer, quantized=quantized)
