@@ -7,7 +7,6 @@ import functools
 import platform
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,26 +16,13 @@ import click
 from rich.console import Console
 
 from k3patches import base as bases
-from k3patches import (
-    contents,
-    contracts,
-    fetch,
-    lint,
-    manifest,
-    overlay,
-    refresh,
-    series,
-    sourcebuild,
-    tree,
-    verify,
-    wheelfiles,
-)
-from k3patches.base import Artifact, Base
+from k3patches import contents, contracts, fetch, lint, manifest, refresh, series, tree, verify, wheels
+from k3patches.base import Base
 from k3patches.errors import UserError
-from k3patches.manifest import Manifest
 from k3patches.project import Project
 from k3patches.series import Patch
 from k3patches.source import Folder, GitCommit, Sdist, Source
+from k3patches.wheels import Official, SourceBuild
 
 FILE = click.Path(path_type=Path)
 ARCHES = ("x86_64", "aarch64")
@@ -64,10 +50,9 @@ class Inputs:
     ref: str | None
     arch: str
 
-    def official_wheel(self, base: Base) -> tuple[Path, Artifact]:
-        artifact = base.wheel(self.arch)
-        path = fetch.given(self.wheel, artifact) if self.wheel else fetch.fetch(artifact, self.cache)
-        return path, artifact
+    def official_wheel(self, base: Base) -> Official:
+        pin = base.wheel(self.arch)
+        return Official(fetch.given(self.wheel, pin) if self.wheel else fetch.fetch(pin, self.cache), pin)
 
     def source(self, project: Project, base: Base) -> Source:
         if sum(map(bool, (self.sdist, self.source_dir, self.git))) > 1:
@@ -184,10 +169,9 @@ def build_command(
     project, base, patches = _open(release)
     with project.lock():
         source = inputs.source(project, base)
-        if not from_source:
-            inputs.official_wheel(base)
+        how = SourceBuild(python, not no_isolation) if from_source else inputs.official_wheel(base)
         _apply(project, base, source, series.select(patches, until, skip))
-        _wheel(project, base, patches, inputs, out, python if from_source else None, not no_isolation)
+        _wheel(project, base, patches, how, out)
 
 
 @cli.command("fetch")
@@ -197,7 +181,7 @@ def fetch_command(release: str | None, inputs: Inputs) -> None:
     """Download the base's sdist and official wheel into the cache, and check them."""
     _, base, _ = _open(release)
     click.echo(fetch.given(inputs.sdist, base.sdist) if inputs.sdist else fetch.fetch(base.sdist, inputs.cache))
-    click.echo(inputs.official_wheel(base)[0])
+    click.echo(inputs.official_wheel(base).path)
 
 
 @cli.command("apply")
@@ -227,7 +211,8 @@ def wheel_command(
     """Make the wheel of the tree that apply left, verify it and put it into dist/."""
     project, base, patches = _open(release)
     with project.lock():
-        _wheel(project, base, patches, inputs, out, python if from_source else None, not no_isolation)
+        how = SourceBuild(python, not no_isolation) if from_source else inputs.official_wheel(base)
+        _wheel(project, base, patches, how, out)
 
 
 @cli.command("verify")
@@ -242,7 +227,7 @@ def verify_command(release: str | None, inputs: Inputs, built: Path | None) -> N
     """
     project, base, patches = _open(release)
     patched = project.patched_tree(base.release)
-    chosen = _chosen(patched, patches)
+    chosen = wheels.applied(patched, patches)
     if built is None:
         version = manifest.version(base, project.revision, chosen, whole=len(chosen) == len(patches))
         built = project.dist_dir / manifest.wheel_name(base.wheel(inputs.arch).filename, base, version)
@@ -250,7 +235,7 @@ def verify_command(release: str | None, inputs: Inputs, built: Path | None) -> N
         raise UserError(f"{built} is not there: build it first, or name a wheel")
     overlaid = verify.manifest_of(built).build == "overlay"
     click.echo(f"verifying {built.name}", err=True)
-    verify.verify(built, patched, inputs.official_wheel(base)[0] if overlaid else None)
+    verify.verify(built, patched, inputs.official_wheel(base).path if overlaid else None)
 
 
 @cli.command("status")
@@ -382,82 +367,11 @@ def _apply(project: Project, base: Base, source: Source, patches: Sequence[Patch
     click.echo(f"vLLM {base.release} with {len(patches)} patches in {patched}", err=True)
 
 
-def _chosen(patched: Path, patches: Sequence[Patch]) -> list[Patch]:
-    """The patches of which ``patched`` was made, still as they are in the series."""
-    applied = tree.require_ours(patched).patches
-    by_name = {p.name: p for p in patches}
-    if any(name not in by_name or by_name[name].sha256 != sha for name, sha in applied):
-        raise UserError(f"{patched} was made of another state of the series: run apply again")
-    return [by_name[name] for name, _ in applied]
-
-
 def _wheel(
-    project: Project,
-    base: Base,
-    patches: Sequence[Patch],
-    inputs: Inputs,
-    out: Path | None,
-    source_python: str | None,
-    isolated: bool,
+    project: Project, base: Base, patches: Sequence[Patch], how: Official | SourceBuild, out: Path | None
 ) -> None:
-    """Make a wheel in the build folder, verify it there, and only then put it into ``out``."""
-    patched = project.patched_tree(base.release)
-    chosen = _chosen(patched, patches)
-    version = manifest.version(base, project.revision, chosen, whole=len(chosen) == len(patches))
-    changes = tree.changes(patched)
-    record = Manifest(
-        version=version,
-        base=base.release,
-        commit=base.commit,
-        build="source" if source_python else "overlay",
-        source=tree.require_ours(patched).source,
-        pins={"sdist": base.sdist},
-        patches=[manifest.record(p) for p in chosen],
-    )
-    with tree.replacing(project.build_dir(base.release) / "wheel") as stage:
-        official: Path | None = None
-        replaced: dict[str, bytes | None] = {}
-        if source_python:
-            raw = stage / "setup"
-            raw.mkdir()
-            model = sourcebuild.build(patched, version, raw, source_python, isolated)
-            with wheelfiles.opened(model) as wheel:
-                members = set(wheel.namelist())
-            shipped = {c.path: c.content for c in changes if c.path in members or c.path.startswith("vllm/")}
-            name = model.name
-        else:
-            official, artifact = inputs.official_wheel(base)
-            overlay.check_same_source(official, patched)
-            shipped = replaced = overlay.shipped(changes, official)
-            record.pins["wheel"] = artifact
-            model, name = official, manifest.wheel_name(official.name, base, version)
-        record.files.update({c.path: c.sha256 for c in changes if c.path in shipped})
-        new = stage / name
-        wheelfiles.rewrite(model, new, replaced, {manifest.FILE: record.dump()}, base.epoch)
-        click.echo(f"verifying {name}", err=True)
-        verify.verify(new, patched, official)
-        target = _publish(new, out or project.dist_dir)
-    click.echo(f"sha256 {fetch.sha256(target)}", err=True)
-    click.echo(target)
-
-
-def _publish(wheel: Path, out: Path) -> Path:
-    """Put a finished wheel into ``out`` in one step."""
-    target = out / wheel.name
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        try:
-            wheel.rename(target)
-        except OSError as e:
-            if e.errno != errno.EXDEV:
-                raise
-            with tempfile.TemporaryDirectory(prefix=f".{wheel.name}.", dir=out) as folder:
-                copy = Path(folder) / wheel.name
-                shutil.copyfile(wheel, copy)
-                copy.rename(target)
-    except OSError as e:
-        raise UserError(f"cannot write the wheel to {out} ({e.strerror}): name another folder with --out") from None
-    return target
+    patched, stage = project.patched_tree(base.release), project.build_dir(base.release) / "wheel"
+    click.echo(wheels.make(base, project.revision, patches, patched, how, stage, out or project.dist_dir))
 
 
 def _this_arch() -> str:

@@ -17,7 +17,8 @@ def build(tree: Path, version: str, into: Path, python: str, isolated: bool) -> 
     """Run ``pip wheel`` on a copy of ``tree`` and return the wheel it leaves in ``into``.
 
     The environment is passed on as it is, so VLLM_TARGET_DEVICE, VLLM_USE_PRECOMPILED, MAX_JOBS and
-    the like work as upstream documents them.  ``isolated`` lets pip install the build requirements
+    the like work as upstream documents them; setup.py adds to ``version`` what it adds to its own
+    (``.empty``, ``.cpu``).  ``isolated`` lets pip install the build requirements
     of the tree's pyproject.toml (a torch among them) into an environment of the build's own.
     """
     with tempfile.TemporaryDirectory(prefix=".source-", dir=into) as folder:
@@ -27,7 +28,7 @@ def build(tree: Path, version: str, into: Path, python: str, isolated: bool) -> 
         git("--work-tree", copy, "checkout", "-q", "-f", "HEAD", "--", ".", cwd=tree)
         command = [python, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder]
         command += [str(copy)] if isolated else ["--no-build-isolation", str(copy)]
-        env = os.environ | {"VLLM_VERSION_OVERRIDE": version, "SETUPTOOLS_SCM_PRETEND_VERSION": version}
+        env = os.environ | {"SETUPTOOLS_SCM_PRETEND_VERSION": version}
         click.echo(f"building vLLM {version} from source with {python}", err=True)
         try:
             subprocess.run(command, env=env, check=True, stdout=2)
