@@ -59,7 +59,7 @@ def load(folder: Path) -> Base:
     """Read ``folder/base.toml``."""
     path = folder / FILE
     try:
-        data = tomllib.loads(path.read_text())
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
         base = Base(
             release=data["release"],
             commit=data["commit"],
@@ -68,9 +68,9 @@ def load(folder: Path) -> Base:
             sdist=_artifact(data["sdist"]),
             wheels={arch: _artifact(entry) for arch, entry in data["wheel"].items()},
         )
-    except tomllib.TOMLDecodeError as e:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise UserError(f"{path} is not valid TOML: {e}") from None
-    except (KeyError, TypeError) as e:
+    except (KeyError, TypeError, AttributeError) as e:
         raise UserError(f"{path} lacks or misspells an entry: {e}; compare it with another base's") from None
     if base.release != folder.name.removeprefix("v"):
         raise UserError(f"{path} says release {base.release}, but its folder is {folder.name}: make them agree")
@@ -81,6 +81,8 @@ def load(folder: Path) -> Base:
 
 def _artifact(entry: dict[str, Any]) -> Artifact:
     artifact = Artifact(entry["filename"], entry["sha256"], entry["size"])
+    if not isinstance(artifact.filename, str) or not isinstance(artifact.size, int):
+        raise TypeError("filename is a string and size a whole number of bytes")
     if not re.fullmatch(r"[0-9a-f]{64}", artifact.sha256):
         raise TypeError(f"sha256 of {artifact.filename} is not 64 hex digits")
     return artifact

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
 import platform
 import shutil
 import sys
@@ -16,9 +17,10 @@ import click
 from rich.console import Console
 
 from k3patches import base as bases
-from k3patches import contents, contracts, fetch, lint, manifest, refresh, series, tree, verify, wheels
+from k3patches import contents, contracts, fetch, lint, manifest, patchtests, refresh, series, tree, verify, wheels
 from k3patches.base import Base
 from k3patches.errors import UserError
+from k3patches.git import GitError
 from k3patches.project import Project
 from k3patches.series import Patch
 from k3patches.source import Folder, GitCommit, Sdist, Source
@@ -132,8 +134,15 @@ def _source_build_options(command: Command) -> Command:
     return command
 
 
+def _version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        project = Project.find()
+        click.echo(f"{project.default_release}+k3.{project.revision}")
+        ctx.exit()
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXAMPLES)
-@click.version_option(package_name="vllm-k3-patches", message="%(version)s")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
 def cli() -> None:
     """Build vLLM wheels that carry the Kimi-K3 patch series.
 
@@ -179,8 +188,10 @@ def build_command(
 @_input_options()
 def fetch_command(release: str | None, inputs: Inputs) -> None:
     """Download the base's sdist and official wheel into the cache, and check them."""
-    _, base, _ = _open(release)
-    click.echo(fetch.given(inputs.sdist, base.sdist) if inputs.sdist else fetch.fetch(base.sdist, inputs.cache))
+    project, base, _ = _open(release)
+    with project.lock():
+        source = inputs.source(project, base)
+    click.echo(source.path if isinstance(source, Sdist) else source.identity)
     click.echo(inputs.official_wheel(base).path)
 
 
@@ -282,7 +293,9 @@ def refresh_command(release: str | None, git_tree: Path) -> None:
     changes no byte.
     """
     project = Project.find()
-    for name in refresh.refresh(git_tree, project.series_dir(release or project.default_release)):
+    with project.lock():
+        names = refresh.refresh(git_tree, project.series_dir(release or project.default_release))
+    for name in names:
         click.echo(name)
 
 
@@ -330,6 +343,18 @@ def contracts_command(
             wrong += _prefix_failures(project, base, source, patches, chosen, python)
     if wrong:
         raise UserError(f"vLLM {base.release}: {'; '.join(wrong)}; run pytest tests/contracts on that tree for details")
+
+
+@cli.command("patch-tests")
+@BASE_OPTION
+@click.option("--python", default=sys.executable, help="Interpreter that has torch and vLLM's requirements.")
+def patch_tests_command(release: str | None, python: str) -> None:
+    """Run the tests that the patches carry, in the patched tree."""
+    project, base, patches = _open(release)
+    patched = project.patched_tree(base.release)
+    wheels.applied(patched, patches)
+    if not patchtests.run(patches, patched, python):
+        raise UserError(f"tests that the patches for vLLM {base.release} carry fail in {patched}, see above")
 
 
 def _prefix_failures(
@@ -383,11 +408,12 @@ def main() -> None:
     """Run the command line; what the machine refuses is an error of one sentence as well."""
     try:
         cli(prog_name="k3-patches")
-    except OSError as e:
-        where = e.filename or "the build folder, the cache or the output folder"
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+    except (OSError, GitError) as e:
+        where = getattr(e, "filename", None) or "the build folder, the cache or the output folder"
+        reason = e.brief if isinstance(e, GitError) else e.strerror or str(e)
+        if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(e):
             message = f"no space left for {where}: free some (a build needs about 2 GiB) and run it again"
         else:
-            message = f"{where}: {e.strerror or e}"
+            message = f"{where}: {reason}"
         click.echo(f"Error: {message}", err=True)
         sys.exit(1)

@@ -7,13 +7,15 @@ import csv
 import enum
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
+from zipfile import ZipFile
 
 from rich.console import Console
 from rich.table import Table
@@ -63,18 +65,22 @@ def of_wheel(path: Path) -> Status:
     """Look into a wheel file."""
     if not path.is_file():
         raise UserError(f"{path} is not there: name a wheel file")
+    name, _, rest = path.name.partition("-")
+    if name != "vllm":
+        return Status(where=str(path), version="", verdict=Verdict.ABSENT, rows=[], damaged=[])
     with opened(path) as wheel:
-        info = wheel.dist_info_path
-        members = dict.fromkeys(wheel.namelist())
-        record = wheel.read(wheel.record_path).decode()
-        found = {}
-        for name in members:
+        found, kept = {}, {}
+        for member in dict.fromkeys(wheel.namelist()):
             # ZipFile's own reader: WheelFile's would stop at the first file that RECORD does not vouch for.
-            with super(type(wheel), wheel).open(name) as f:
-                found[name] = hashlib.sha256(f.read()).hexdigest()
-        raw = wheel.read(f"{info}/{manifests.FILE}") if f"{info}/{manifests.FILE}" in members else None
-    version = path.name.split("-")[1]
-    return _judge(str(path), version, raw, found.get, _record(record))
+            with ZipFile.open(wheel, member) as f:
+                content = f.read()
+            found[member] = hashlib.sha256(content).hexdigest()
+            if member.startswith(f"{wheel.dist_info_path}/"):
+                kept[member.rpartition("/")[2]] = content
+        record_path = wheel.record_path
+    record = _record(kept["RECORD"].decode())
+    unlisted = found.keys() - record.keys() - {record_path}
+    return _judge(str(path), rest.partition("-")[0], kept.get(manifests.FILE), found.get, record, unlisted)
 
 
 def of_environment(python: str | None) -> Status:
@@ -90,7 +96,7 @@ def of_environment(python: str | None) -> Status:
 def show(status: Status, console: Console) -> None:
     """Print ``status`` for a person."""
     if status.verdict is Verdict.ABSENT:
-        console.print(f"no vLLM is installed for {status.where}")
+        console.print(f"no vLLM in {status.where}", soft_wrap=True)
         return
     console.print(f"vLLM {status.version} in {status.where}", soft_wrap=True)
     if status.verdict is Verdict.STOCK:
@@ -107,6 +113,9 @@ def show(status: Status, console: Console) -> None:
 
 
 def _installed(python: str) -> Distribution | None:
+    if os.sep in python:
+        # Meant from where the user stands, which the next call is not.  Resolving links would leave a virtual environment.
+        python = os.path.abspath(python)
     command = [python, "-c", "import json, sys; print(json.dumps(sys.path))"]
     try:
         # From /, and with -c, so that a source folder one happens to stand in is not taken for an installed vLLM.
@@ -121,19 +130,40 @@ def _of_distribution(dist: Distribution) -> Status:
         path = Path(str(dist.locate_file(name)))
         return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
-    raw = dist.read_text(manifests.FILE)
-    record = dist.read_text("RECORD") or ""
-    where = str(dist.locate_file(""))
-    return _judge(where, dist.version, raw.encode() if raw is not None else None, digest, _record(record))
+    def text(name: str) -> str | None:
+        try:
+            return dist.read_text(name)
+        except UnicodeDecodeError:
+            return ""
+
+    raw = text(manifests.FILE)
+    record = _record(text("RECORD") or "")
+    return _judge(str(dist.locate_file("")), dist.version, raw.encode() if raw is not None else None, digest, record)
 
 
 def _record(text: str) -> dict[str, str]:
-    """sha256 in hex of each file that RECORD vouches for."""
-    rows = [row for row in csv.reader(text.splitlines()) if len(row) == 3 and row[1].startswith("sha256=")]
-    return {name: base64.urlsafe_b64decode(value[7:] + "==").hex() for name, value, _ in rows}
+    """sha256 in hex of each file that RECORD vouches for; one that cannot be read is empty, which no file has."""
+    found = {}
+    try:
+        for row in csv.reader(text.splitlines()):
+            if len(row) == 3 and row[1].startswith("sha256="):
+                try:
+                    found[row[0]] = base64.urlsafe_b64decode(row[1][7:] + "==").hex()
+                except ValueError:
+                    found[row[0]] = ""
+    except csv.Error:
+        return {}
+    return found
 
 
-def _judge(where: str, version: str, raw: bytes | None, digest: Digest, record: dict[str, str]) -> Status:
+def _judge(
+    where: str,
+    version: str,
+    raw: bytes | None,
+    digest: Digest,
+    record: dict[str, str],
+    unlisted: Iterable[str] = (),
+) -> Status:
     if raw is None:
         return Status(where, version, Verdict.STOCK, [], [])
     try:
@@ -143,6 +173,9 @@ def _judge(where: str, version: str, raw: bytes | None, digest: Digest, record: 
     # A patched file must be what the manifest says, even where RECORD was rewritten along with it.
     expected: dict[str, str | None] = {**record, **manifest.files}
     wrong = {name: state for name, want in sorted(expected.items()) if (state := _state(want, digest(name))) != "ok"}
+    wrong |= dict.fromkeys(sorted(unlisted), "not in RECORD")
+    if not record:
+        wrong["RECORD"] = "missing or unreadable"
     if manifest.version != version:
         wrong[manifests.FILE] = f"says version {manifest.version}"
     verdict = Verdict.TAMPERED if wrong else Verdict.WHOLE

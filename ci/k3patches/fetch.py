@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import shutil
 import sys
 from pathlib import Path
 
@@ -68,16 +69,22 @@ def fetch(artifact: Artifact, cache: Path) -> Path:
 
 
 def _download(artifact: Artifact, cache: Path) -> None:
-    # Holding this file's lock, whatever an interrupted download of it left behind is garbage.
-    partial = cache / f".{artifact.filename}.partial"
-    partial.mkdir(exist_ok=True)
-    for stale in partial.iterdir():
-        stale.unlink()
     config = index.pip_config()
     location = index.find(PROJECT, artifact.filename, config)
+    # Holding this file's lock, whatever an interrupted download of it left behind is garbage.
+    partial = cache / f".{artifact.filename}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        _into(partial, artifact, location, config).replace(cache / artifact.filename)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _into(folder: Path, artifact: Artifact, location: index.Location, config: index.PipConfig) -> Path:
     click.echo(f"fetching {artifact.filename} ({artifact.size / 2**20:.0f} MiB)", err=True)
     store = pooch.create(
-        path=partial,
+        path=folder,
         base_url="",
         registry={artifact.filename: f"sha256:{artifact.sha256}"},
         urls={artifact.filename: location.url},
@@ -86,7 +93,7 @@ def _download(artifact: Artifact, cache: Path) -> None:
     pooch.get_logger().setLevel(logging.WARNING)
     downloader = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), auth=location.auth, **config.request_options)
     try:
-        done = Path(store.fetch(artifact.filename, downloader=downloader))
+        return Path(store.fetch(artifact.filename, downloader=downloader))
     except ValueError as e:
         raise UserError(
             f"the index serves another {artifact.filename} than the pinned one, also after {RETRIES} more tries "
@@ -94,11 +101,15 @@ def _download(artifact: Artifact, cache: Path) -> None:
         ) from None
     except requests.RequestException as e:
         raise UserError(
-            f"the download of {artifact.filename} broke off {RETRIES + 1} times ({type(e).__name__}): "
+            f"the download of {artifact.filename} failed {RETRIES + 1} times ({_reason(e)}): "
             f"try again, or give the file with --sdist or --wheel"
         ) from None
-    done.replace(cache / artifact.filename)
-    partial.rmdir()
+
+
+def _reason(error: requests.RequestException) -> str:
+    if error.response is not None:
+        return f"HTTP status {error.response.status_code}"
+    return type(error).__name__
 
 
 def _require(path: Path, artifact: Artifact, way_out: str) -> None:

@@ -13,7 +13,14 @@ IDENTITY = "k3-patches", "maintainers@users.noreply.k3-patches.example"
 
 
 class GitError(Exception):
-    """git said no; ``str()`` is what it printed."""
+    """git said no; ``str()`` is what it printed, :attr:`brief` the line that says why."""
+
+    @property
+    def brief(self) -> str:
+        lines = [line.strip() for line in str(self).splitlines() if line.strip()]
+        return next(
+            (line for line in lines if line.startswith(("fatal: ", "error: "))), lines[0] if lines else "no message"
+        )
 
 
 def git(*args: str | Path, cwd: Path, date: datetime | None = None, messages: bool = False) -> str:
@@ -47,7 +54,10 @@ def _clean_environment() -> dict[str, str]:
 def _run(command: list[str], cwd: Path, env: dict[str, str]) -> tuple[str, str]:
     try:
         done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, check=False)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError) as e:
+        # The same exception says that there is no folder to run it in.
+        if not cwd.is_dir():
+            raise GitError(f"{cwd} is no folder") from e
         raise UserError("git is not installed: install it with the system's package manager") from None
     out, err = (stream.decode(errors="replace") for stream in (done.stdout, done.stderr))
     if done.returncode:

@@ -56,6 +56,8 @@ def lint(base: Base, source: Source, patches: Sequence[Patch], contracts: Path, 
     """
     select(list(patches))
     findings = 0
+    for stale in scratch.glob(".lint-*"):
+        shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=".lint-", dir=scratch) as folder:
         tree = Path(folder) / "tree"
         tree.mkdir()

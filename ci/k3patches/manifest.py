@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -48,6 +48,13 @@ class Manifest:
     def dump(self) -> bytes:
         return (json.dumps(asdict(self), indent=1, sort_keys=True) + "\n").encode()
 
+    def _texts(self) -> Iterator[object]:
+        yield from (self.version, self.base, self.commit, self.build, self.source)
+        for p in self.patches:
+            yield from (p.name, p.sha256, p.subject, p.upstream_status, *p.contract, *p.depends_on, *p.files)
+        for name, digest in self.files.items():
+            yield from (name,) if digest is None else (name, digest)
+
     @classmethod
     def parse(cls, data: bytes) -> Manifest:
         """Read what :meth:`dump` wrote.  ValueError says that it is something else."""
@@ -57,8 +64,11 @@ class Manifest:
                 raise ValueError(f"schema {raw['schema']}, and this program reads {SCHEMA}")
             raw["pins"] = {role: Artifact(**pin) for role, pin in raw["pins"].items()}
             raw["patches"] = [PatchRecord(**p) for p in raw["patches"]]
-            return cls(**raw)
-        except (KeyError, TypeError, AttributeError) as e:
+            manifest = cls(**raw)
+            if not all(isinstance(text, str) for text in manifest._texts()):
+                raise TypeError("an entry is no text")
+            return manifest
+        except (KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ValueError(f"not a {FILE} of this project: {e!r}") from None
 
 

@@ -33,7 +33,7 @@ class Project:
 
     @cached_property
     def _version(self) -> tuple[str, int]:
-        text = (self.root / "VERSION").read_text().strip()
+        text = (self.root / "VERSION").read_text(encoding="utf-8", errors="replace").strip()
         match = re.fullmatch(r"(\d+(?:\.\d+)+)\+k3\.(\d+)", text)
         if not match:
             raise UserError(f"VERSION holds {text!r}: write RELEASE+k3.N, for example 0.27.1+k3.1")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from k3patches import base as bases
 from k3patches import series
 from k3patches.errors import UserError
 from k3patches.git import GitError, git
@@ -31,13 +30,18 @@ def refresh(tree: Path, folder: Path) -> list[str]:
         merges = git("rev-list", "--merges", f"{PRISTINE_TAG}..HEAD", cwd=tree).split()
         dirty = git("status", "--porcelain", cwd=tree)
     except GitError as e:
-        raise UserError(f"{tree} is no git tree with a tag '{PRISTINE_TAG}' on the release's source: {e}") from None
+        raise UserError(
+            f"{tree} is no git tree with a tag '{PRISTINE_TAG}' on the release's source ({e.brief}): "
+            f"name one such as apply makes"
+        ) from None
     if dirty or merges:
         what = f"a merge, {merges[0]}" if merges else "uncommitted changes"
         raise UserError(f"{tree} has {what}: a series is a line of commits, so commit or rebase first")
     names = []
     with replacing(folder) as new:
-        shutil.copy2(folder / bases.FILE, new)
+        for other in folder.iterdir():
+            if other.suffix != ".patch" and other.name != series.SERIES_FILE:
+                (shutil.copytree if other.is_dir() else shutil.copy2)(other, new / other.name)
         for number, commit in enumerate(commits, 1):
             draft = new / "draft"
             draft.write_bytes(export(tree, commit))

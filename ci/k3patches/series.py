@@ -88,7 +88,9 @@ def listed(folder: Path) -> list[str]:
     """The names in the series file; blank lines and ``#`` comments group them."""
     path = folder / SERIES_FILE
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path} is no UTF-8 text ({e.reason}): restore it from git") from None
     except FileNotFoundError:
         raise UserError(f"{path} is missing: it lists the patches of {folder.name} in order") from None
     names = []

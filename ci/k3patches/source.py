@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import shutil
 import tarfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Protocol
@@ -56,10 +58,13 @@ class Sdist:
                     if len(parts) < 2:
                         continue
                     member.name = str(PurePosixPath(*parts[1:]))
+                    if member.islnk():
+                        # A hard link names its target from the archive's top, a symbolic one from its own place.
+                        member.linkname = str(PurePosixPath(*PurePosixPath(member.linkname).parts[1:]))
                     archive.extract(member, into, filter="data")
         except tarfile.FilterError as e:
             raise UserError(f"{self.path} is not safe to unpack: {e}") from None
-        except (tarfile.TarError, EOFError) as e:
+        except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as e:
             raise UserError(f"{self.path} is damaged ({e}): delete it and fetch it again") from None
 
 
@@ -94,12 +99,17 @@ class GitCommit:
     def resolve(cls, url: str, ref: str, store: Path) -> GitCommit:
         """Fetch ``ref`` (a branch, tag or full commit id) of ``url`` into the bare repository ``store``."""
         store.mkdir(parents=True, exist_ok=True)
+        if Path(url).exists():
+            # A path is meant from where the user stands, not from the store.
+            url = str(Path(url).resolve())
         try:
             git("init", "-q", "--bare", ".", cwd=store)
-            git_as_user("fetch", "-q", "--depth", "1", "--no-tags", url, ref, cwd=store)
+            git_as_user("fetch", "-q", "--depth", "1", "--no-tags", "--", url, ref, cwd=store)
             return cls(url, git("rev-parse", "FETCH_HEAD^{commit}", cwd=store).strip(), store)
         except GitError as e:
-            raise UserError(f"cannot fetch {ref} of {url}: {e}") from None
+            raise UserError(
+                f"cannot fetch {ref} of {url} ({e.brief}): give a branch, a tag or a whole commit id"
+            ) from None
 
     @property
     def identity(self) -> str:

@@ -51,6 +51,7 @@ def apply(base: Base, source: Source, patches: Sequence[Patch], tree: Path) -> N
     and one with work of a person's in it is an error.
     """
     wanted = State(source.identity, [(p.name, p.sha256) for p in patches], head="")
+    _sweep(tree)
     if tree.exists():
         state = require_ours(tree)
         if source.pinned and (state.source, state.patches) == (wanted.source, wanted.patches):
@@ -90,7 +91,7 @@ def apply_one(tree: Path, patch: Patch) -> None:
         how = ("--quiet", "--keep-non-patch", "--no-gpg-sign", "--committer-date-is-author-date")
         git("am", *how, patch.path.resolve(), cwd=tree)
     except GitError as e:
-        raise UserError(f"git am does not take {patch.name}: {e}") from None
+        raise UserError(f"git am does not take {patch.name} ({e.brief}): export its commit again") from None
 
 
 def changes(tree: Path) -> list[Change]:
@@ -117,8 +118,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     What earlier, killed runs left beside it is removed.  Callers hold the project's lock.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for stale in folder.parent.glob(f".{folder.name}.*"):
-        shutil.rmtree(stale)
+    _sweep(folder)
     new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.new-", dir=folder.parent))
     try:
         yield new
@@ -127,8 +127,12 @@ def replacing(folder: Path) -> Iterator[Path]:
         new.chmod(0o755)
         new.rename(folder)
     finally:
-        for left in folder.parent.glob(f".{folder.name}.*"):
-            shutil.rmtree(left, ignore_errors=True)
+        _sweep(folder)
+
+
+def _sweep(folder: Path) -> None:
+    for left in folder.parent.glob(f".{folder.name}.*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def require_ours(tree: Path) -> State:
@@ -136,13 +140,20 @@ def require_ours(tree: Path) -> State:
     try:
         state = State(**json.loads((tree / STATE).read_text()))
         state = replace(state, patches=[(name, sha) for name, sha in state.patches])
-        clean = not git("status", "--porcelain", cwd=tree) and state.head == git("rev-parse", "HEAD", cwd=tree).strip()
+        clean = (
+            not git("status", "--porcelain", cwd=tree)
+            and state.head == git("rev-parse", "HEAD", cwd=tree).strip()
+            # A branch or a stash holds work as well.
+            and len(git("for-each-ref", cwd=tree).splitlines()) == 2
+        )
     except FileNotFoundError:
         raise UserError(
             f"{tree} is no tree of this project: run apply (first move the folder away if it is yours)"
         ) from None
     except (GitError, TypeError, ValueError) as e:
-        raise UserError(f"{tree} is damaged ({e}): delete the folder and run apply") from None
+        raise UserError(
+            f"{tree} is damaged ({e.brief if isinstance(e, GitError) else e}): delete the folder and run apply"
+        ) from None
     if not clean:
         raise UserError(f"{tree} has changes that no patch made: save them, delete the folder and run apply again")
     return state

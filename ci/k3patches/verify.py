@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 from base64 import urlsafe_b64encode
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from k3patches import manifest as manifests
 from k3patches import tree as trees
 from k3patches.errors import UserError
 from k3patches.manifest import Manifest
-from k3patches.wheelfiles import VERSION_FILE, opened, set_version_file
+from k3patches.wheelfiles import VERSION_FILE, opened, set_version_file, stamped
 
 
 class Failed(Exception):
@@ -71,6 +72,9 @@ def _subject(path: Path, tree: Path, official: Path | None) -> Subject:
     manifest = manifest_of(path)
     with opened(path) as wheel:
         info = wheel.dist_info_path
+        for name in (VERSION_FILE, f"{info}/METADATA", f"{info}/WHEEL"):
+            if name not in wheel.namelist():
+                raise UserError(f"{path.name} lacks {name}: do not use it, build it again")
         return Subject(
             path=path,
             tree=tree,
@@ -147,7 +151,10 @@ def _untouched(s: Subject) -> str:
     official = _hashes(s.official)
     with opened(s.official) as wheel:
         old_info = wheel.dist_info_path
-    allowed = {VERSION_FILE, *s.manifest.files, *(f"{s.info}/{n}" for n in ("METADATA", "WHEEL", "RECORD"))}
+        for name in (VERSION_FILE, f"{old_info}/METADATA", f"{old_info}/WHEEL"):
+            content = stamped(name, wheel.read(name), old_info, s.path.name)
+            official[name] = _as_record(hashlib.sha256(content).hexdigest())
+    allowed = s.manifest.files.keys()
     expected = {name.replace(old_info, s.info, 1): digest for name, digest in official.items()}
     found = {name: digest for name, digest in s.files.items() if name != f"{s.info}/{manifests.FILE}"}
     odd = sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n) and n not in allowed)

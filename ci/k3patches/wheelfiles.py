@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from email import message_from_bytes
@@ -16,6 +18,7 @@ from wheel.wheelfile import WheelError, WheelFile
 from k3patches.errors import UserError
 
 VERSION_FILE = "vllm/_version.py"
+DAMAGE = (WheelError, zipfile.BadZipFile, EOFError, zlib.error, NotImplementedError)
 
 
 @contextmanager
@@ -25,10 +28,16 @@ def opened(path: Path) -> Iterator[WheelFile]:
     Each member read to its end is checked against RECORD.
     """
     try:
-        with WheelFile(path) as wheel:
-            yield wheel
-    except (WheelError, zipfile.BadZipFile, EOFError) as e:
+        parse_wheel_filename(path.name)
+        wheel = WheelFile(path)
+    except (*DAMAGE, ValueError, csv.Error) as e:
+        # What WheelFile makes of a RECORD that is none.
         raise UserError(f"{path} is no intact wheel ({e}): get a new copy") from None
+    with wheel:
+        try:
+            yield wheel
+        except DAMAGE as e:
+            raise UserError(f"{path} is no intact wheel ({e}): get a new copy") from None
 
 
 def rewrite(
@@ -41,7 +50,6 @@ def rewrite(
     the metadata follow ``new``'s file name.  The same input gives the same bytes: members keep their
     dates, the new ones are dated ``epoch`` (seconds since 1970, UTC).
     """
-    _, version, _, tags = parse_wheel_filename(new.name)
     with opened(old) as source, _dated(epoch), WheelFile(new, "w") as target:
         info = source.dist_info_path
         pending = dict(replaced)
@@ -54,18 +62,25 @@ def rewrite(
                 content = source.read(member)
             if content is None:
                 continue
-            if member.filename == VERSION_FILE:
-                content = set_version_file(content, str(version))
-            elif member.filename == f"{info}/METADATA":
-                content = _set_header(content, "Version", [str(version)])
-            elif member.filename == f"{info}/WHEEL":
-                content = _set_header(content, "Tag", sorted(map(str, tags)))
+            content = stamped(member.filename, content, info, new.name)
             target.writestr(_like(member, _moved(member.filename, info, target.dist_info_path)), content)
         model = source.getinfo(f"{info}/METADATA")
         pending |= {f"{target.dist_info_path}/{name}": content for name, content in added_info.items()}
         for name, content in sorted(pending.items()):
             if content is not None:
                 target.writestr(_like(model, name), content)
+
+
+def stamped(member: str, content: bytes, info: str, wheel_name: str) -> bytes:
+    """A wheel's ``member`` with the version and the tags that ``wheel_name`` says; ``info`` is the dist-info folder."""
+    _, version, _, tags = parse_wheel_filename(wheel_name)
+    if member == VERSION_FILE:
+        return set_version_file(content, str(version))
+    if member == f"{info}/METADATA":
+        return _set_header(content, "Version", [str(version)])
+    if member == f"{info}/WHEEL":
+        return _set_header(content, "Tag", sorted(map(str, tags)))
+    return content
 
 
 def set_version_file(content: bytes, version: str) -> bytes:
@@ -82,7 +97,8 @@ def set_version_file(content: bytes, version: str) -> bytes:
 
 def _set_header(content: bytes, name: str, values: list[str]) -> bytes:
     head, blank, body = content.partition(b"\n\n")
-    lines = head.decode().splitlines()
+    # Not splitlines, which takes also what is no line's end in a mail's header.
+    lines = head.decode().split("\n")
     at = next(i for i, line in enumerate(lines) if line.startswith(f"{name}: "))
     kept = [line for line in lines if not line.startswith(f"{name}: ")]
     kept[at:at] = [f"{name}: {value}" for value in values]

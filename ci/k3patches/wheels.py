@@ -111,6 +111,9 @@ def _publish(wheel: Path, out: Path) -> Path:
         except OSError as e:
             if e.errno != errno.EXDEV:
                 raise
+            # What killed builds left there; this one holds the project's lock.
+            for stale in out.glob(f".{wheel.name}.*"):
+                shutil.rmtree(stale, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=f".{wheel.name}.", dir=out) as folder:
                 copy = Path(folder) / wheel.name
                 shutil.copyfile(wheel, copy)

@@ -15,38 +15,32 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--tree",
-        type=Path,
-        default=None,
-        metavar="PATH",
-        help="unpacked vLLM source tree to test (default: the patched tree of the default base)",
-    )
-
-
-def default_tree() -> Path:
-    release = (ROOT / "VERSION").read_text().split("+")[0].strip()
-    return ROOT / "build" / f"v{release}" / "patched"
+TREE = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    tree = (config.getoption("--tree") or default_tree()).resolve()
+    try:
+        chosen = config.getoption("--tree")
+    except ValueError:
+        raise pytest.UsageError("the contracts need pytest's option --tree: pip install --no-deps -e .") from None
+    tree = (chosen or _default_tree()).resolve()
     if not (tree / "vllm" / "__init__.py").is_file():
         raise pytest.UsageError(f"{tree} holds no vLLM source tree: run ./build.sh apply, or name one with --tree")
     if "vllm" in sys.modules:
-        raise pytest.UsageError("vllm was imported before --tree could choose which one; run the contracts on their own")
+        raise pytest.UsageError("vllm was imported before --tree could choose which: run the contracts on their own")
     # What a GPU-less import needs, and what keeps one run from depending on the user's settings.
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
+    # Byte code left in the tree would be taken for part of it.
+    sys.dont_write_bytecode = True
     sys.path.insert(0, str(tree))
     config.stash[TREE] = tree
 
 
-TREE = pytest.StashKey[Path]()
+def _default_tree() -> Path:
+    release = (ROOT / "VERSION").read_text().split("+")[0].strip()
+    return ROOT / "build" / f"v{release}" / "patched"
 
 
 def pytest_report_header(config: pytest.Config) -> str:

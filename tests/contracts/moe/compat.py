@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,9 +47,17 @@ class _Blackwell:
         return True
 
 
+class _OneRank:
+    world_size, rank_in_group, device_group, cpu_group = 1, 0, None, None
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
 def pretend_blackwell(monkeypatch: pytest.MonkeyPatch, flashinfer: FakeFlashInfer) -> None:
     """Make the TRTLLM NVFP4 experts importable, selectable and callable here."""
     # Imported first: on import, vLLM looks whether the real flashinfer has what it wants.
+    from vllm.distributed import parallel_state
     from vllm.model_executor import parameter
     from vllm.model_executor.layers.fused_moe import config as moe_config
     from vllm.model_executor.layers.fused_moe.experts import trtllm_nvfp4_moe as experts
@@ -58,6 +67,9 @@ def pretend_blackwell(monkeypatch: pytest.MonkeyPatch, flashinfer: FakeFlashInfe
     for module in (moe_config, experts):
         monkeypatch.setattr(module, "current_platform", _Blackwell(module.current_platform))
     monkeypatch.setattr(experts, "has_flashinfer_trtllm_fused_moe", lambda: True)
+    # Later releases agree with the other ranks on input scales when experts are rebalanced: here is one rank.
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
+    monkeypatch.setattr(parallel_state, "get_ep_group", _OneRank)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: torch.device("cpu"))
     if hasattr(experts, "trtllm_moe_pack_topk_ids_weights"):  # a Triton kernel; gone in later releases
         monkeypatch.setattr(experts, "trtllm_moe_pack_topk_ids_weights", lambda ids, weights: ids)
@@ -65,8 +77,8 @@ def pretend_blackwell(monkeypatch: pytest.MonkeyPatch, flashinfer: FakeFlashInfe
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
 
 
-def moe_config(act: Act, num_experts: int, *, expert_parallel: bool = False, backend: str = "flashinfer_trtllm") -> Any:
-    """The MoE's config.  Expert parallel: what vLLM gives each of two ranks of --enable-expert-parallel."""
+def moe_config(act: Act, num_experts: int, *, eplb: bool = False, backend: str = "flashinfer_trtllm") -> Any:
+    """The MoE's config.  Expert load balancing is what makes vLLM choose the modular kernel on one rank."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import (
         FusedMoEConfig,
@@ -75,15 +87,14 @@ def moe_config(act: Act, num_experts: int, *, expert_parallel: bool = False, bac
     )
 
     parallel = FusedMoEParallelConfig.make_no_parallel()
-    if expert_parallel:
-        parallel.dp_size, parallel.ep_size, parallel.use_ep = 2, 2, True
+    parallel.enable_eplb = eplb
     return FusedMoEConfig(
-        num_experts=num_experts * parallel.ep_size,
+        num_experts=num_experts,
         experts_per_token=TOPK,
         hidden_dim=HIDDEN,
         intermediate_size=INTERMEDIATE,
         num_local_experts=num_experts,
-        num_logical_experts=num_experts * parallel.ep_size,
+        num_logical_experts=num_experts,
         activation=MoEActivation(act.name),
         device="cpu",
         routing_method=RoutingMethodType.DeepSeekV3,
@@ -184,16 +195,74 @@ def checkpoint(
     }
 
 
+EXPERTS = "language_model.model.layers.1.block_sparse_moe.experts"
+
+
+class Serving:
+    """A ModelOpt checkpoint as the user serves it: --quantization and --quantization-config."""
+
+    def __init__(self, folder: Path, algorithm: str, quantization: str | None, user: dict[str, Any] | None) -> None:
+        from vllm.config import DeviceConfig, LoadConfig, VllmConfig
+        from vllm.config.quantization import resolve_quantization_config
+        from vllm.model_executor.model_loader.weight_utils import get_quant_config
+
+        mixed = quantization != "modelopt_fp4"
+        checkpoint: dict[str, Any] = {"quant_algo": "MIXED_PRECISION" if mixed else algorithm, "exclude_modules": []}
+        if mixed:
+            checkpoint["quantized_layers"] = {f"{EXPERTS}.0.w1": {"quant_algo": algorithm, "group_size": 16}}
+        self.model_config = SimpleNamespace(
+            model=str(folder),
+            revision=None,
+            quantization=quantization or "modelopt_mixed",  # what the engine finds out from the checkpoint
+            quantization_config=resolve_quantization_config(quantization, user),
+            hf_config=SimpleNamespace(quantization_config={"quant_method": "modelopt", **checkpoint}),
+            hf_overrides={},
+        )
+        self.vllm_config = VllmConfig(device_config=DeviceConfig(device="cpu"))
+        self.vllm_config.model_config = self.model_config
+        self.quant_config = get_quant_config(self.model_config, LoadConfig())
+
+    def method(self, config: Any) -> Any:
+        """The method that this checkpoint's experts get, as the model asks for it while it is built."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+        layer = RoutedExperts.__new__(RoutedExperts)
+        torch.nn.Module.__init__(layer)
+        layer.moe_config = config
+        with set_current_vllm_config(self.vllm_config):
+            return self.quant_config.get_quant_method(layer, EXPERTS)
+
+
+def composes_online_quantization() -> bool:
+    """Whether --quantization-config also quantizes what a quantized checkpoint leaves alone (from 0.31.0 on)."""
+    from vllm.config.quantization import resolve_quantization_config
+
+    try:
+        return resolve_quantization_config("modelopt_mixed", {"moe": "nvfp4_per_token"}) is not None
+    except ValueError:
+        return False
+
+
+def pretend_supported(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Let this machine pass for one that the backend's kernels run on."""
+    from vllm.model_executor.layers.fused_moe.oracle import nvfp4
+
+    for kernel in nvfp4.backend_to_kernel_cls(nvfp4.map_nvfp4_backend(backend)):
+        monkeypatch.setattr(kernel, "_supports_current_device", staticmethod(lambda: True))
+
+
 class ModelOptExperts:
     """A layer of NVFP4 experts that ModelOpt's own method creates, loads and reloads."""
 
-    def __init__(self, flashinfer: FakeFlashInfer, config: Any, quant_config: Any | None = None) -> None:
+    def __init__(self, flashinfer: FakeFlashInfer, config: Any, method: Any | None = None) -> None:
         from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config, ModelOptNvFp4FusedMoE
         from vllm.model_executor.model_loader import reload
 
         self.flashinfer = flashinfer
-        quant_config = quant_config or ModelOptNvFp4Config(is_checkpoint_nvfp4_serialized=True, group_size=16)
-        self.method = ModelOptNvFp4FusedMoE(quant_config, config)
+        self.method = method or ModelOptNvFp4FusedMoE(
+            ModelOptNvFp4Config(is_checkpoint_nvfp4_serialized=True, group_size=16), config
+        )
         self.layer = ExpertsLayer(config)
         self.layer.quant_method = self.method
         self.method.create_weights(
@@ -226,6 +295,21 @@ class ModelOptExperts:
     @property
     def experts(self) -> Any:
         return self.method.moe_kernel.fused_experts
+
+    def workspaces(self, hidden: int) -> Any:
+        """What the modular kernel asks for before it runs, given the width of its input as it comes in."""
+        offered = {
+            "M": TOKENS,
+            "N": 2 * INTERMEDIATE,
+            "K": hidden,
+            "topk": TOPK,
+            "global_num_experts": self.layer.global_num_experts,
+            "local_num_experts": self.layer.local_num_experts,
+            "expert_tokens_meta": None,
+            "activation": self.layer.activation,
+        }
+        wanted = inspect.signature(self.experts.workspace_shapes).parameters
+        return self.experts.workspace_shapes(**{name: value for name, value in offered.items() if name in wanted})
 
     def call_kernel(self, *, quantized: bool = True) -> Call:
         return call_kernel(self.flashinfer, self.experts, self.layer, quantized=quantized)

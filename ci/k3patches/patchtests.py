@@ -1,0 +1,29 @@
+"""Run the tests that the patches themselves carry, in the patched tree, as upstream would."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from k3patches.series import Patch
+
+
+def files(patches: Sequence[Patch], tree: Path) -> list[str]:
+    """The test modules that the series adds or changes."""
+    touched = {Path(f) for p in patches for f in p.files}
+    tests = (f for f in touched if f.parts[0] == "tests" and f.name.startswith("test_"))
+    return sorted(str(f) for f in tests if (tree / f).is_file())
+
+
+def run(patches: Sequence[Patch], tree: Path, python: str) -> bool:
+    """Run them with ``python`` and say whether all passed.
+
+    Without a GPU, these are the tests that upstream marks ``cpu_test``; pytest's closing line
+    says how many that leaves out.
+    """
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "k3patches.cpu_plugin", "-m", "cpu_test"]
+    path = os.pathsep.join([str(tree), str(Path(__file__).parents[1])])
+    env = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    return subprocess.run([*command, *files(patches, tree)], cwd=tree, env=env, check=False).returncode == 0
