@@ -18,7 +18,7 @@ install_tests() {
     # torch first and pinned: a mere requirement of another package could bring a build for other hardware.
     "$1" -m pip install -qq --disable-pip-version-check "torch==$torch" &&
         "$1" -m pip install -qq --disable-pip-version-check \
-            -r ci/requirements.txt -r ci/requirements-test.txt -r "$tree/requirements/common.txt" &&
+            -r ci/requirements.txt -r ci/requirements-test.txt -r "$tree/requirements/common.txt" -r "$tree/requirements/build/cuda.txt" &&
         "$1" -m pip install -qq --disable-pip-version-check --no-deps -e .
 }
 
@@ -39,7 +39,7 @@ base=patches/v$release
 tree=build/v$release/patched
 install_quilt
 ./build.sh apply >/dev/null
-python=$(k3_venv "$root/.venv" "$(k3_key "$root" pyproject.toml ci/requirements.txt ci/requirements-test.txt "$base/base.toml" "$tree/requirements/common.txt")" install_tests)
+python=$(k3_venv "$root/.venv" "$(k3_key "$root" pyproject.toml ci/requirements.txt ci/requirements-test.txt "$base/base.toml" "$tree"/requirements/common.txt "$tree"/requirements/build/cuda.txt)" install_tests)
 tools="$python -m k3patches"
 
 case "${1-}" in

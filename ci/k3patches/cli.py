@@ -9,7 +9,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,13 @@ class Inputs:
     def official_wheel(self, base: Base) -> Official:
         pin = base.wheel(self.arch)
         return Official(fetch.given(self.wheel, pin) if self.wheel else fetch.fetch(pin, self.cache), pin)
+
+    def how(self, base: Base, from_source: bool, no_isolation: bool, python: str) -> Official | SourceBuild:
+        if from_source and self.wheel:
+            raise UserError("--wheel is what the overlay build starts from, and --from-source is without: give one")
+        if no_isolation and not from_source:
+            raise UserError("--no-isolation says how to build from source: give --from-source as well, or neither")
+        return SourceBuild(python, not no_isolation) if from_source else self.official_wheel(base)
 
     def source(self, project: Project, base: Base) -> Source:
         if sum(map(bool, (self.sdist, self.source_dir, self.git))) > 1:
@@ -178,7 +185,7 @@ def build_command(
     project, base, patches = _open(release)
     with project.lock():
         source = inputs.source(project, base)
-        how = SourceBuild(python, not no_isolation) if from_source else inputs.official_wheel(base)
+        how = inputs.how(base, from_source, no_isolation, python)
         _apply(project, base, source, series.select(patches, until, skip))
         _wheel(project, base, patches, how, out)
 
@@ -222,7 +229,7 @@ def wheel_command(
     """Make the wheel of the tree that apply left, verify it and put it into dist/."""
     project, base, patches = _open(release)
     with project.lock():
-        how = SourceBuild(python, not no_isolation) if from_source else inputs.official_wheel(base)
+        how = inputs.how(base, from_source, no_isolation, python)
         _wheel(project, base, patches, how, out)
 
 
@@ -246,7 +253,8 @@ def verify_command(release: str | None, inputs: Inputs, built: Path | None) -> N
         raise UserError(f"{built} is not there: build it first, or name a wheel")
     overlaid = verify.manifest_of(built).build == "overlay"
     click.echo(f"verifying {built.name}", err=True)
-    verify.verify(built, patched, inputs.official_wheel(base).path if overlaid else None)
+    arch = next((a for a in ARCHES if built.name.endswith(f"_{a}.whl")), inputs.arch)
+    verify.verify(built, patched, replace(inputs, arch=arch).official_wheel(base).path if overlaid else None)
 
 
 @cli.command("status")
@@ -265,7 +273,7 @@ def status_command(wheel: Path | None, python: str | None, as_json: bool) -> Non
     if as_json:
         click.echo(status.to_json())
     else:
-        contents.show(status, Console())
+        contents.show(status, Console(markup=False))
     sys.exit(status.verdict)
 
 
@@ -331,7 +339,7 @@ def contracts_command(
         if as_json:
             click.echo(contracts.to_json(verdicts))
         else:
-            contracts.show(verdicts, Console())
+            contracts.show(verdicts, Console(markup=False))
         named = {fix for patch in patches for fix in patch.contracts}
         wrong = [f"{v.fix} is broken" for v in verdicts if v.state is contracts.State.BROKEN]
         wrong += [

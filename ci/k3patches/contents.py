@@ -114,8 +114,8 @@ def show(status: Status, console: Console) -> None:
 
 def _installed(python: str) -> Distribution | None:
     if os.sep in python:
-        # Meant from where the user stands, which the next call is not.  Resolving links would leave a virtual environment.
-        python = os.path.abspath(python)
+        # Meant from where the user stands, not from /.  resolve() would follow the link out of a virtual environment.
+        python = str(Path.cwd() / python)
     command = [python, "-c", "import json, sys; print(json.dumps(sys.path))"]
     try:
         # From /, and with -c, so that a source folder one happens to stand in is not taken for an installed vLLM.

@@ -10,8 +10,18 @@ from k3patches.errors import UserError
 from k3patches.git import GitError, git
 from k3patches.tree import PRISTINE_TAG, replacing
 
-# Two exports of one commit are the same bytes on any day and machine; whole blob ids let git merge three ways.
-EXPORT = ("format-patch", "-1", "--stdout", "--no-signature", "--zero-commit", "--no-numbered", "--full-index")
+# Two exports of one commit are the same bytes on any day and machine; whole blob ids let git merge three ways,
+# and a rename written out is understood by patch and quilt as well.
+EXPORT = (
+    "format-patch",
+    "-1",
+    "--stdout",
+    "--no-signature",
+    "--zero-commit",
+    "--no-numbered",
+    "--full-index",
+    "--no-renames",
+)
 
 
 def export(tree: Path, commit: str) -> bytes:

@@ -53,7 +53,8 @@ class Patch:
 
     @property
     def files(self) -> list[str]:
-        return [f.path for f in self.diff]
+        sides = (side for f in self.diff for side in (f.source_file, f.target_file) if side != "/dev/null")
+        return list(dict.fromkeys(side.partition("/")[2] for side in sides))
 
     @property
     def contracts(self) -> list[str]:
@@ -111,9 +112,14 @@ def read(path: Path) -> Patch:
     data = path.read_bytes()
     if b"\r\n" in data:
         raise UserError(f"{path} has CRLF line endings: convert it back with dos2unix, or restore it from git")
-    mail = email.message_from_bytes(data, policy=email.policy.default)
-    assert isinstance(mail, EmailMessage)
-    text = str(mail.get_content()) if mail["From"] and mail["Subject"] else ""
+    try:
+        mail = email.message_from_bytes(data, policy=email.policy.default)
+        assert isinstance(mail, EmailMessage)
+        author, date, subject = (str(mail[name] or "") for name in ("From", "Date", "Subject"))
+        text = str(mail.get_content()) if author and subject else ""
+    except (LookupError, ValueError, AttributeError):
+        # Several parts, an unknown charset, or a header that email trips over.
+        text = ""
     message, separator, rest = text.partition("\n---\n")
     start = rest.find("diff --git ")
     if not separator or start < 0:
@@ -125,9 +131,9 @@ def read(path: Path) -> Patch:
     return Patch(
         path=path,
         data=data,
-        author=str(mail["From"]),
-        date=str(mail["Date"]),
-        subject=re.sub(r"^\[PATCH[^\]]*\] ", "", " ".join(str(mail["Subject"]).split())),
+        author=author,
+        date=date,
+        subject=re.sub(r"^\[PATCH[^\]]*\] ", "", " ".join(subject.split())),
         body=message,
         trailers=_trailers(message),
         diff=diff,

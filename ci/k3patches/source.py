@@ -50,7 +50,7 @@ class Sdist:
         if not hasattr(tarfile, "data_filter"):
             raise UserError("this Python unpacks archives without guarding their paths: use 3.10.12, 3.11.4 or newer")
         try:
-            with tarfile.open(self.path) as archive:
+            with gzip.open(self.path) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
                 for member in archive:
                     parts = PurePosixPath(member.name).parts
                     if ".git" in parts or ".." in parts or member.name.startswith("/"):
@@ -62,6 +62,9 @@ class Sdist:
                         # A hard link names its target from the archive's top, a symbolic one from its own place.
                         member.linkname = str(PurePosixPath(*PurePosixPath(member.linkname).parts[1:]))
                     archive.extract(member, into, filter="data")
+                # tarfile takes a broken header for the archive's end; only gzip's checksum, at its end, tells.
+                while stream.read(1 << 20):
+                    pass
         except tarfile.FilterError as e:
             raise UserError(f"{self.path} is not safe to unpack: {e}") from None
         except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as e:

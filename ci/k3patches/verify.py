@@ -19,7 +19,7 @@ from k3patches import manifest as manifests
 from k3patches import tree as trees
 from k3patches.errors import UserError
 from k3patches.manifest import Manifest
-from k3patches.wheelfiles import VERSION_FILE, opened, set_version_file, stamped
+from k3patches.wheelfiles import DAMAGE, VERSION_FILE, opened, set_version_file, stamped
 
 
 class Failed(Exception):
@@ -101,6 +101,8 @@ def _record(s: Subject) -> str:
             wheel.validate_record(validate_contents=True)
         except InstallerWheel.validation_error as e:
             raise Failed("; ".join(e.issues)) from None
+        except DAMAGE as e:
+            raise Failed(str(e)) from None
     with opened(s.path) as zipped:
         names = zipped.namelist()
     if sorted(names) != sorted(s.files):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import errno
 import os
 import re
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from email import message_from_bytes
 from pathlib import Path
 
@@ -30,8 +31,10 @@ def opened(path: Path) -> Iterator[WheelFile]:
     try:
         parse_wheel_filename(path.name)
         wheel = WheelFile(path)
-    except (*DAMAGE, ValueError, csv.Error) as e:
-        # What WheelFile makes of a RECORD that is none.
+    except (*DAMAGE, ValueError, csv.Error, OSError) as e:
+        # ValueError and csv.Error come of a RECORD that is none, EINVAL of an offset outside the file.
+        if isinstance(e, OSError) and e.errno != errno.EINVAL:
+            raise
         raise UserError(f"{path} is no intact wheel ({e}): get a new copy") from None
     with wheel:
         try:
@@ -50,7 +53,7 @@ def rewrite(
     the metadata follow ``new``'s file name.  The same input gives the same bytes: members keep their
     dates, the new ones are dated ``epoch`` (seconds since 1970, UTC).
     """
-    with opened(old) as source, _dated(epoch), WheelFile(new, "w") as target:
+    with opened(old) as source, _dated(epoch), _created(new) as target:
         info = source.dist_info_path
         pending = dict(replaced)
         for member in source.infolist():
@@ -88,11 +91,13 @@ def set_version_file(content: bytes, version: str) -> bytes:
     numbers = [part if part.isdigit() else repr(part) for part in re.split(r"[.]", version.split("+")[0])]
     local = version.partition("+")[2]
     parts = ", ".join(numbers + ([repr(local)] if local else []))
-    text, changed = re.subn(r"(?m)^(__version__ = version = ).*$", rf"\g<1>{version!r}", content.decode())
+    text, changed = re.subn(
+        r"(?m)^(__version__ = version = ).*$", rf"\g<1>{version!r}", content.decode(errors="replace")
+    )
     text, also = re.subn(r"(?m)^(__version_tuple__ = version_tuple = ).*$", rf"\g<1>({parts})", text)
     if (changed, also) != (1, 1):
         raise UserError(f"{VERSION_FILE} is not written as setuptools-scm writes it: the version cannot be stamped")
-    return text.encode()
+    return text.encode(errors="surrogateescape")
 
 
 def _set_header(content: bytes, name: str, values: list[str]) -> bytes:
@@ -117,6 +122,21 @@ def _like(member: zipfile.ZipInfo, name: str) -> zipfile.ZipInfo:
     new.create_system = member.create_system
     new.compress_type = zipfile.ZIP_DEFLATED
     return new
+
+
+@contextmanager
+def _created(path: Path) -> Iterator[WheelFile]:
+    wheel = WheelFile(path, "w")
+    try:
+        with wheel:
+            yield wheel
+    except BaseException:
+        # Closing writes RECORD.  Where that fails, the object's end would try it again, and print a traceback.
+        unfinished, wheel.fp = wheel.fp, None
+        if unfinished:
+            with suppress(OSError):
+                unfinished.close()
+        raise
 
 
 @contextmanager

@@ -1,0 +1,215 @@
+"""Kimi-K3's FP8_PB_WO projections as one rank of eight holds them, on a GPU, with a float64 reference.
+
+The layers are vLLM's own, built by its mixed-precision config and loaded by their own weight
+loaders from random matrices in ModelOpt's layout.  vLLM is the installed one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# The format's writer and its float64 definition are the contracts'; nothing of vLLM is in them.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "contracts"))
+from k3.checkpoint import ALGORITHM, Geometry, block_quantized
+from k3.reference import dequantize, share
+
+SIZE, RANK = 8, 3
+GEOMETRY = Geometry(hidden=7168)
+AT = "model.layers.0.self_attn"
+# The kernels that can run block FP8 on Hopper, by the name that reports use; None: vLLM's own choice.
+KERNELS: dict[str, str | None] = {
+    "chosen": None,
+    "DeepGEMM": "DeepGemmFp8BlockScaledMMKernel",
+    "CUTLASS": "CutlassFp8BlockScaledMMKernel",
+    "Triton": "TritonFp8BlockScaledMMKernel",
+}
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear layer of K3.
+
+    ``shards`` are the checkpoint matrices that it merges, in order; ``split`` says what tensor
+    parallelism cuts: ``rows``, ``columns`` or nothing; ``replicated`` are shards every rank holds whole.
+    """
+
+    name: str
+    shards: tuple[str, ...]
+    split: str
+    replicated: tuple[str, ...] = ()
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        known = GEOMETRY.kda() if self.name in ("in_proj_qkvgfab", "f_b_proj") else GEOMETRY.mla()
+        return {shard: known[shard] for shard in self.shards}
+
+
+PROJECTIONS = (
+    Projection("in_proj_qkvgfab", ("q_proj", "k_proj", "v_proj", "g_proj", "f_a_proj", "b_proj"), "rows", ("f_a_proj",)),
+    Projection("fused_qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa"), ""),
+    Projection("f_b_proj", ("f_b_proj",), "rows"),
+    Projection("q_b_proj", ("q_b_proj",), "rows"),
+    Projection("kv_b_proj", ("kv_b_proj",), "rows"),
+    Projection("g_proj", ("g_proj",), "rows"),
+    Projection("o_proj", ("o_proj",), "columns"),
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A loaded layer and float64 [rows, columns] of what this rank's part of it must compute."""
+
+    layer: torch.nn.Module
+    kernel: str
+    matrix: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer.quant_method.apply(self.layer, x)
+
+
+@contextlib.contextmanager
+def engine() -> Iterator[None]:
+    """vLLM's configuration and a process group that pretends to be rank 3 of 8."""
+    from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
+
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(GEOMETRY.text_config()))
+    torch.cuda.set_device(0)
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    model = ModelConfig(
+        model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=256
+    )
+    try:
+        with set_current_vllm_config(VllmConfig(model_config=model)), torch.device("cuda"), torch.no_grad():
+            if not parallel_state.model_parallel_is_initialized():
+                init_distributed_environment(1, 0, (folder / "rendezvous").as_uri(), 0, "nccl")
+                initialize_model_parallel(1, 1)
+            group = parallel_state.get_tp_group()
+            group.world_size, group.rank_in_group = SIZE, RANK
+            yield
+    finally:
+        torch.set_default_dtype(kept)
+
+
+def load(projection: Projection, kernel: str, seed: int = 0) -> Loaded:
+    """The projection with random weights, run by one of :data:`KERNELS`."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    with torch.device("cpu"):
+        matrices = {s: _sane(*block_quantized(*size, generator)) for s, size in projection.sizes().items()}
+    layer = _build(projection, kernel)
+    for index, (weight, scale) in enumerate(matrices.values()):
+        shard = (index,) if len(matrices) > 1 else ()
+        layer.weight.weight_loader(layer.weight, weight, *shard)
+        layer.weight_scale.weight_loader(layer.weight_scale, scale, *shard)
+    chosen = type(layer.quant_method.w8a8_block_fp8_linear).__name__
+    layer.quant_method.process_weights_after_loading(layer)
+    parts = [_part(projection, s, dequantize(w.cuda(), sc.cuda())) for s, (w, sc) in matrices.items()]
+    return Loaded(layer, chosen, torch.cat(parts))
+
+
+def unfused(projection: Projection, kernel: str, seed: int = 0) -> list[Loaded]:
+    """The same matrices, each in a layer of its own."""
+    whole = dict(projection.sizes())
+    generator = torch.Generator("cpu").manual_seed(seed)
+    made = []
+    with torch.device("cpu"):
+        matrices = {s: _sane(*block_quantized(*size, generator)) for s, size in whole.items()}
+    for shard, (weight, scale) in matrices.items():
+        alone = Projection(shard, (shard,), "" if shard in projection.replicated else projection.split)
+        layer = _build(alone, kernel, whole[shard])
+        layer.weight.weight_loader(layer.weight, weight)
+        layer.weight_scale.weight_loader(layer.weight_scale, scale)
+        layer.quant_method.process_weights_after_loading(layer)
+        matrix = _part(alone, shard, dequantize(weight.cuda(), scale.cuda()))
+        made.append(Loaded(layer, type(layer.quant_method.w8a8_block_fp8_linear).__name__, matrix))
+    return made
+
+
+def aligned(rows: int, columns: int, kernel: str) -> Loaded:
+    """A plain layer of ``rows`` x ``columns``, both multiples of 128: what a padded one is measured against."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    with torch.device("cpu"):
+        weight, scale = _sane(*block_quantized(rows, columns, generator))
+    layer = _build(Projection("plain_proj", ("plain_proj",), ""), kernel, (rows, columns))
+    layer.weight.weight_loader(layer.weight, weight)
+    layer.weight_scale.weight_loader(layer.weight_scale, scale)
+    layer.quant_method.process_weights_after_loading(layer)
+    return Loaded(layer, type(layer.quant_method.w8a8_block_fp8_linear).__name__, torch.empty(0))
+
+
+def _sane(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # Scales as a real checkpoint has them: outputs stay near one, and no block drowns the others' error.
+    return weight, torch.rand(scale.shape, generator=torch.Generator("cpu").manual_seed(scale.numel())) * 2e-5 + 1e-5
+
+
+def _part(projection: Projection, shard: str, matrix: torch.Tensor) -> torch.Tensor:
+    if projection.split == "rows" and shard not in projection.replicated:
+        return matrix[share(matrix.shape[0], SIZE, RANK)]
+    if projection.split == "columns":
+        return matrix[:, share(matrix.shape[1], SIZE, RANK)]
+    return matrix
+
+
+def _build(projection: Projection, kernel: str, size: tuple[int, int] | None = None) -> Any:
+    from vllm.model_executor.kernels import linear as kernels
+    from vllm.model_executor.layers.linear import (
+        ColumnParallelLinear,
+        MergedColumnParallelLinear,
+        ReplicatedLinear,
+        RowParallelLinear,
+    )
+    from vllm.model_executor.layers.quantization import modelopt
+    from vllm.models.kimi_k3.nvidia.kda import _KimiGDNMergedColumnParallelLinear
+    from vllm.models.kimi_k3.nvidia.model import KimiLinearModel
+
+    recipes = {f"{AT}.{shard}": {"quant_algo": ALGORITHM} for shard in projection.shards}
+    config = {"quant_algo": "MIXED_PRECISION", "quantized_layers": recipes, "exclude_modules": []}
+    quant = modelopt.ModelOptMixedPrecisionConfig.from_config({"quantization": config})
+    quant.packed_modules_mapping = dict(KimiLinearModel.packed_modules_mapping)
+    common: dict[str, Any] = {"bias": False, "quant_config": quant, "prefix": f"{AT}.{projection.name}"}
+    sizes = [size] if size else list(projection.sizes().values())
+    columns = sizes[0][1]
+    forced = KERNELS[kernel]
+    original = modelopt.init_fp8_linear_kernel
+    if forced:
+        cls = getattr(kernels, forced)
+        modelopt.init_fp8_linear_kernel = functools.partial(original, force_kernel=cls)
+    try:
+        if projection.name == "in_proj_qkvgfab":
+            rows = [r for r, _ in sizes]
+            local = sum(r if s in projection.replicated else r // SIZE for s, r in zip(projection.shards, rows, strict=True))
+            padding = -local % 16
+            if padding:
+                rows.append(padding * SIZE)
+            layer = _KimiGDNMergedColumnParallelLinear(
+                columns,
+                rows,
+                replicated_shard_id=4,
+                tp_size=SIZE,
+                padding_shard_id=6 if padding else None,
+                **common,
+            )
+        elif len(sizes) > 1:
+            layer = MergedColumnParallelLinear(columns, [r for r, _ in sizes], disable_tp=True, **common)
+        elif projection.split == "rows":
+            layer = ColumnParallelLinear(columns, sizes[0][0], **common)
+        elif projection.split == "columns":
+            layer = RowParallelLinear(columns, sizes[0][0], **common)
+        else:
+            layer = ReplicatedLinear(columns, sizes[0][0], **common)
+    finally:
+        modelopt.init_fp8_linear_kernel = original
+    found = type(layer.quant_method.w8a8_block_fp8_linear).__name__
+    assert not forced or found == forced, f"{projection.name}: {forced} was asked for, vLLM took {found}"
+    return layer
