@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = pytest.StashKey[Path]()
@@ -51,3 +53,11 @@ def pytest_report_header(config: pytest.Config) -> str:
 def tree(request: pytest.FixtureRequest) -> Path:
     """The vLLM source tree under test."""
     return request.config.stash[TREE]
+
+
+@pytest.fixture(autouse=True)
+def default_dtype() -> Iterator[None]:
+    """Start each test with torch's own default dtype: vLLM sets another for a while, also where a load then fails."""
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(torch.float32)

@@ -54,7 +54,12 @@ class Projection:
 
 
 PROJECTIONS = (
-    Projection("in_proj_qkvgfab", ("q_proj", "k_proj", "v_proj", "g_proj", "f_a_proj", "b_proj"), "rows", ("f_a_proj",)),
+    Projection(
+        "in_proj_qkvgfab",
+        ("q_proj", "k_proj", "v_proj", "g_proj", "f_a_proj", "b_proj"),
+        "rows",
+        replicated=("f_a_proj",),
+    ),
     Projection("fused_qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa"), ""),
     Projection("f_b_proj", ("f_b_proj",), "rows"),
     Projection("q_b_proj", ("q_b_proj",), "rows"),
@@ -102,55 +107,52 @@ def engine() -> Iterator[None]:
         torch.set_default_dtype(kept)
 
 
-def load(projection: Projection, kernel: str, seed: int = 0) -> Loaded:
+def load(projection: Projection, kernel: str) -> Loaded:
     """The projection with random weights, run by one of :data:`KERNELS`."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    with torch.device("cpu"):
-        matrices = {s: _sane(*block_quantized(*size, generator)) for s, size in projection.sizes().items()}
-    layer = _build(projection, kernel)
-    for index, (weight, scale) in enumerate(matrices.values()):
-        shard = (index,) if len(matrices) > 1 else ()
-        layer.weight.weight_loader(layer.weight, weight, *shard)
-        layer.weight_scale.weight_loader(layer.weight_scale, scale, *shard)
-    chosen = type(layer.quant_method.w8a8_block_fp8_linear).__name__
-    layer.quant_method.process_weights_after_loading(layer)
-    parts = [_part(projection, s, dequantize(w.cuda(), sc.cuda())) for s, (w, sc) in matrices.items()]
-    return Loaded(layer, chosen, torch.cat(parts))
+    return _loaded(projection, kernel, _matrices(projection.sizes()))
 
 
-def unfused(projection: Projection, kernel: str, seed: int = 0) -> list[Loaded]:
+def unfused(projection: Projection, kernel: str) -> list[Loaded]:
     """The same matrices, each in a layer of its own."""
-    whole = dict(projection.sizes())
-    generator = torch.Generator("cpu").manual_seed(seed)
     made = []
-    with torch.device("cpu"):
-        matrices = {s: _sane(*block_quantized(*size, generator)) for s, size in whole.items()}
-    for shard, (weight, scale) in matrices.items():
+    for shard, matrix in _matrices(projection.sizes()).items():
         alone = Projection(shard, (shard,), "" if shard in projection.replicated else projection.split)
-        layer = _build(alone, kernel, whole[shard])
-        layer.weight.weight_loader(layer.weight, weight)
-        layer.weight_scale.weight_loader(layer.weight_scale, scale)
-        layer.quant_method.process_weights_after_loading(layer)
-        matrix = _part(alone, shard, dequantize(weight.cuda(), scale.cuda()))
-        made.append(Loaded(layer, type(layer.quant_method.w8a8_block_fp8_linear).__name__, matrix))
+        made.append(_loaded(alone, kernel, {shard: matrix}))
     return made
 
 
 def aligned(rows: int, columns: int, kernel: str) -> Loaded:
     """A plain layer of ``rows`` x ``columns``, both multiples of 128: what a padded one is measured against."""
+    plain = Projection("plain_proj", ("plain_proj",), "")
+    return _loaded(plain, kernel, _matrices({"plain_proj": (rows, columns)}))
+
+
+Matrices = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+def _matrices(sizes: dict[str, tuple[int, int]]) -> Matrices:
+    """Random FP8_PB_WO matrices, the same at each call, with scales as a real checkpoint has them.
+
+    The contracts' scales are further apart; here no block shall drown the others' error.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
     with torch.device("cpu"):
-        weight, scale = _sane(*block_quantized(rows, columns, generator))
-    layer = _build(Projection("plain_proj", ("plain_proj",), ""), kernel, (rows, columns))
-    layer.weight.weight_loader(layer.weight, weight)
-    layer.weight_scale.weight_loader(layer.weight_scale, scale)
+        made = {shard: block_quantized(*size, generator) for shard, size in sizes.items()}
+        return {
+            shard: (weight, torch.rand(scale.shape, generator=generator) * 2e-5 + 1e-5)
+            for shard, (weight, scale) in made.items()
+        }
+
+
+def _loaded(projection: Projection, kernel: str, matrices: Matrices) -> Loaded:
+    layer = _build(projection, kernel, {shard: tuple(weight.shape) for shard, (weight, _) in matrices.items()})
+    for index, (weight, scale) in enumerate(matrices.values()):
+        shard = (index,) if len(matrices) > 1 else ()
+        layer.weight.weight_loader(layer.weight, weight, *shard)
+        layer.weight_scale.weight_loader(layer.weight_scale, scale, *shard)
     layer.quant_method.process_weights_after_loading(layer)
-    return Loaded(layer, type(layer.quant_method.w8a8_block_fp8_linear).__name__, torch.empty(0))
-
-
-def _sane(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    # Scales as a real checkpoint has them: outputs stay near one, and no block drowns the others' error.
-    return weight, torch.rand(scale.shape, generator=torch.Generator("cpu").manual_seed(scale.numel())) * 2e-5 + 1e-5
+    parts = [_part(projection, s, dequantize(w.cuda(), sc.cuda())) for s, (w, sc) in matrices.items()]
+    return Loaded(layer, type(layer.quant_method.w8a8_block_fp8_linear).__name__, torch.cat(parts))
 
 
 def _part(projection: Projection, shard: str, matrix: torch.Tensor) -> torch.Tensor:
@@ -161,7 +163,7 @@ def _part(projection: Projection, shard: str, matrix: torch.Tensor) -> torch.Ten
     return matrix
 
 
-def _build(projection: Projection, kernel: str, size: tuple[int, int] | None = None) -> Any:
+def _build(projection: Projection, kernel: str, sizes: dict[str, tuple[int, ...]]) -> Any:
     from vllm.model_executor.kernels import linear as kernels
     from vllm.model_executor.layers.linear import (
         ColumnParallelLinear,
@@ -178,8 +180,8 @@ def _build(projection: Projection, kernel: str, size: tuple[int, int] | None = N
     quant = modelopt.ModelOptMixedPrecisionConfig.from_config({"quantization": config})
     quant.packed_modules_mapping = dict(KimiLinearModel.packed_modules_mapping)
     common: dict[str, Any] = {"bias": False, "quant_config": quant, "prefix": f"{AT}.{projection.name}"}
-    sizes = [size] if size else list(projection.sizes().values())
-    columns = sizes[0][1]
+    rows = [size[0] for size in sizes.values()]
+    columns = next(iter(sizes.values()))[1]
     forced = KERNELS[kernel]
     original = modelopt.init_fp8_linear_kernel
     if forced:
@@ -187,8 +189,7 @@ def _build(projection: Projection, kernel: str, size: tuple[int, int] | None = N
         modelopt.init_fp8_linear_kernel = functools.partial(original, force_kernel=cls)
     try:
         if projection.name == "in_proj_qkvgfab":
-            rows = [r for r, _ in sizes]
-            local = sum(r if s in projection.replicated else r // SIZE for s, r in zip(projection.shards, rows, strict=True))
+            local = sum(size[0] // (1 if shard in projection.replicated else SIZE) for shard, size in sizes.items())
             padding = -local % 16
             if padding:
                 rows.append(padding * SIZE)
@@ -200,14 +201,14 @@ def _build(projection: Projection, kernel: str, size: tuple[int, int] | None = N
                 padding_shard_id=6 if padding else None,
                 **common,
             )
-        elif len(sizes) > 1:
-            layer = MergedColumnParallelLinear(columns, [r for r, _ in sizes], disable_tp=True, **common)
+        elif len(rows) > 1:
+            layer = MergedColumnParallelLinear(columns, rows, disable_tp=True, **common)
         elif projection.split == "rows":
-            layer = ColumnParallelLinear(columns, sizes[0][0], **common)
+            layer = ColumnParallelLinear(columns, rows[0], **common)
         elif projection.split == "columns":
-            layer = RowParallelLinear(columns, sizes[0][0], **common)
+            layer = RowParallelLinear(columns, rows[0], **common)
         else:
-            layer = ReplicatedLinear(columns, sizes[0][0], **common)
+            layer = ReplicatedLinear(columns, rows[0], **common)
     finally:
         modelopt.init_fp8_linear_kernel = original
     found = type(layer.quant_method.w8a8_block_fp8_linear).__name__

@@ -159,7 +159,8 @@ def test_decode(layer: Any, monkeypatch: pytest.MonkeyPatch, lengths: list[int],
     latent = torch.cat(new)
     out = torch.full((q.shape[0], HEADS * VALUE), float("nan"), dtype=torch.bfloat16, **cuda)
     with torch.no_grad():
-        layer._attention(torch.arange(q.shape[0], **cuda), q, latent[:, :LATENT].contiguous(), latent[:, None, LATENT:], out)
+        positions = torch.arange(q.shape[0], **cuda)
+        layer._attention(positions, q, latent[:, :LATENT].contiguous(), latent[:, None, LATENT:], out)
 
     want = torch.cat([expected(layer, q[query * i : query * (i + 1)], c, query) for i, c in enumerate(latents)])
     error = float((out.double() - want).norm() / want.norm())
