@@ -72,7 +72,7 @@ heading "wheel"
 ./build.sh
 
 heading "tooling"
-"$python" -m pytest -q -p no:cacheprovider tests/tooling
+"$python" -m pytest -q -p no:cacheprovider -n auto --dist loadfile tests/tooling
 
 for folder in patches/v*; do
     heading "contracts and patches' own tests, vLLM ${folder#patches/v}"

@@ -24,6 +24,7 @@ def run(patches: Sequence[Patch], tree: Path, python: str) -> bool:
     says how many that leaves out.
     """
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "k3patches.cpu_plugin", "-m", "cpu_test"]
+    command += ["-n", "auto", "--dist", "loadfile"]
     path = os.pathsep.join([str(tree), str(Path(__file__).parents[1])])
     env = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     return subprocess.run([*command, *files(patches, tree)], cwd=tree, env=env, check=False).returncode == 0

@@ -90,7 +90,9 @@ def test_a_build_that_is_killed_while_it_downloads(mini: Mini, run: Run, index: 
 def test_a_build_that_is_interrupted_from_the_keyboard(mini: Mini, run: Run, index: PackageIndex) -> None:
     mini.cold()
     index.plans[OFFICIAL["x86_64"]] = ["stall", "well"]
-    process = mini.process(*BUILD, env={"PIP_INDEX_URL": index.url})
+    # A job in the background of a script, as CI may be one, inherits that the keyboard is ignored.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    process = mini.process(*BUILD, prelude=heed, env={"PIP_INDEX_URL": index.url})
     assert index.stalled.wait(60)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
