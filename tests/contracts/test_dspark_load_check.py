@@ -22,13 +22,13 @@ from k3.errors import assert_named, refuses
 
 pytest_plugins = ("dspark.fixtures",)
 
+# Formats that block alignment keeps from loading at all are dspark-quantized-drafter's, faults included.
 CHECKED = (
     formats.BF16,
     formats.FP8_PB_WO,
     formats.FP8,
     formats.NVFP4,
     formats.MXFP8,
-    formats.CT_BLOCK,
     formats.CT_CHANNEL,
     formats.CT_NVFP4,
 )
