@@ -13,36 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
 import k3_linear
 import torch
 from k3_linear import KERNELS, PROJECTIONS
+from timing import graph_time
 
 TOKENS = (1, 8, 64, 128, 512, 2048, 8192)
-REPEATS, BATCH = 30, 20
-
-
-def microseconds(run: Any) -> float:
-    """Median GPU time of one call, from replays of a graph of BATCH calls."""
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(BATCH):
-            run()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / BATCH)
-    return statistics.median(times)
+REPEATS = 30
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -72,9 +52,9 @@ def measure(projection: k3_linear.Projection, kernel: str) -> list[dict[str, Any
         }
         if plain:
             row |= {
-                "us": microseconds(lambda x=x: made(x)),
-                "us_aligned": microseconds(lambda x=x: plain(x)),
-                "us_copied": microseconds(lambda x=x: made(x).contiguous()),
+                "us": graph_time([lambda x=x: made(x)], REPEATS),
+                "us_aligned": graph_time([lambda x=x: plain(x)], REPEATS),
+                "us_copied": graph_time([lambda x=x: made(x).contiguous()], REPEATS),
             }
         rows.append(row)
     return rows

@@ -32,34 +32,14 @@ import k3_dspark
 import k3_linear
 import torch
 import torch.nn.functional as F
+from timing import graph_time
 
 # What matters most comes first: a run that is cut short has it.
 TOKENS = (1, 8, 128, 512, 2048, 8192, 64, 32, 16, 4, 2)
 CACHES = {"auto": "BF16", "fp8": "FP8"}
-COPIES, BATCH, REPEATS = 4, 20, 15
+COPIES, REPEATS = 4, 15
 BLOCKS = 160  # over 8192 slots
 Call = Callable[[], Any]
-
-
-def gpu_time(calls: Sequence[Call]) -> float:
-    """Microseconds of one call on the GPU, from replays of a graph of BATCH of them, in turns."""
-    for call in (*calls, *calls):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in itertools.islice(itertools.cycle(calls), BATCH):
-            call()
-    times = []
-    graph.replay()
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / BATCH)
-    return statistics.median(times)
 
 
 def host_time(calls: Sequence[Call]) -> float:
@@ -140,7 +120,7 @@ class Bench:
     def row(self, cache: str, tokens: int) -> dict[str, Any]:
         calls = self.calls(cache, tokens)
         row: dict[str, Any] = {"cache": CACHES[cache], "tokens": tokens}
-        row["gpu_us"] = {name: gpu_time(each) for name, each in calls.items()}
+        row["gpu_us"] = {name: graph_time(each, REPEATS) for name, each in calls.items()}
         row["host_us"] = {name: host_time(each) for name, each in calls.items()}
         if tokens == max(TOKENS):
             row["transient_bytes"] = {name: transient(each[0]) for name, each in calls.items()}
@@ -158,7 +138,9 @@ class Bench:
                 epilogue._launch(tokens, rows, kv, context.positions, tuple(context.slots))
 
             pairs = zip(models, contexts, strict=True)
-            times[f"{rows}{' pdl' if pdl else ''}"] = gpu_time([lambda m=m, c=c: call(m, c) for m, c in pairs])
+            times[f"{rows}{' pdl' if pdl else ''}"] = graph_time(
+                [lambda m=m, c=c: call(m, c) for m, c in pairs], REPEATS
+            )
         return {"cache": CACHES[cache], "tokens": tokens, "gpu_us": times}
 
 
