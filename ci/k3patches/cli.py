@@ -9,6 +9,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -368,20 +369,22 @@ def patch_tests_command(release: str | None, python: str) -> None:
 def _prefix_failures(
     project: Project, base: Base, source: Source, patches: Sequence[Patch], chosen: Sequence[str], python: str
 ) -> list[str]:
-    wrong = []
-    prefix = project.build_dir(base.release) / "prefix"
-    for end, patch in enumerate(patches, 1):
+    def failures(end: int) -> list[str]:
+        patch, prefix = patches[end - 1], project.build_dir(base.release) / f"prefix-{end:04d}"
         fixes = [fix for fix in patch.contracts if fix in chosen]
         if not fixes:
-            continue
+            return []
         tree.apply(base, source, patches[:end], prefix)
-        for fix, outcome in contracts.run(_contracts(project), fixes, prefix, python).items():
-            click.echo(f"  up to {patch.number}: {fix}: {outcome}", err=True)
-            if not outcome.holds:
-                wrong.append(f"{fix} does not hold with the series up to {patch.name}")
-    if prefix.exists():
+        outcomes = contracts.run(_contracts(project), fixes, prefix, python)
         shutil.rmtree(prefix)
-    return wrong
+        for fix, outcome in outcomes.items():
+            click.echo(f"  up to {patch.number}: {fix}: {outcome}", err=True)
+        failed = [fix for fix, outcome in outcomes.items() if not outcome.holds]
+        return [f"{fix} does not hold with the series up to {patch.name}" for fix in failed]
+
+    # The last prefix is the whole series, which has been run already.
+    with ThreadPoolExecutor(contracts.PARALLEL) as pool:
+        return [failure for found in pool.map(failures, range(1, len(patches))) for failure in found]
 
 
 def _open(release: str | None) -> tuple[Project, Base, list[Patch]]:

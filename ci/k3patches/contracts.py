@@ -19,6 +19,8 @@ from k3patches.errors import UserError
 
 # The start of the reason with which a contract skips where its feature does not exist.
 ABSENT = "absent:"
+# pytest runs at a time; each takes about 2 GiB.
+PARALLEL = 2
 
 
 class State(str, enum.Enum):
@@ -80,7 +82,7 @@ def contract_file(fix: str) -> str:
 
 def compare(folder: Path, chosen: Sequence[str], pristine: Path, patched: Path, python: str) -> list[Verdict]:
     """Run the contracts of the ``chosen`` fixes on both trees, side by side."""
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(PARALLEL) as pool:
         before, after = pool.map(lambda tree: run(folder, chosen, tree, python), (pristine, patched))
     return [Verdict(fix, before[fix], after[fix]) for fix in chosen]
 
