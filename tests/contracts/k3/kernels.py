@@ -46,8 +46,8 @@ class Log:
         return [call for call in self.calls if call.layer is layer]
 
 
-class BlockKernel:
-    """Reads weight and scales as loaded; its post-load step changes nothing (CUTLASS and Triton on Hopper)."""
+class _Kernel:
+    """What vLLM asks of every linear kernel, noted down; the post-load step changes nothing."""
 
     supports_pre_processed_weights = False
 
@@ -59,6 +59,10 @@ class BlockKernel:
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         self.log.post_loads.append(PostLoad(layer, tuple(layer.weight.shape), tuple(layer.weight_scale.shape)))
+
+
+class BlockKernel(_Kernel):
+    """Reads weight and scales as loaded; its post-load step changes nothing (CUTLASS and Triton on Hopper)."""
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., cols] times the layer's matrix, transposed: [..., rows] in float64 (float32 for 16-bit input)."""
@@ -123,19 +127,8 @@ class RequantizingKernel(OpaqueKernel):
         return (weight.float() * blocks).to(torch.float8_e4m3fn), rounded
 
 
-class Mxfp8Kernel:
+class Mxfp8Kernel(_Kernel):
     """E4M3 rows with one power-of-two scale (E8M0 byte) for every 32 columns. Takes 16-bit inputs only."""
-
-    supports_pre_processed_weights = False
-
-    def __init__(self, log: Log) -> None:
-        self.log = log
-
-    def input_quant_key(self) -> None:
-        """The kernel quantizes its own input."""
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        self.log.post_loads.append(PostLoad(layer, tuple(layer.weight.shape), tuple(layer.weight_scale.shape)))
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         scale = torch.exp2(layer.weight_scale.float() - 127).repeat_interleave(32, 1)
