@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from k3patches import tree as trees
 from k3patches.errors import UserError
@@ -30,7 +30,7 @@ def shipped(changes: Iterable[Change], official: Path) -> dict[str, bytes | None
                 f"the series changes {change.path}, which a wheel is compiled or generated from: "
                 f"build with --from-source"
             )
-        if PurePosixPath(change.path) == PurePosixPath(VERSION_FILE):
+        if change.path == VERSION_FILE:
             raise UserError(f"the series changes {VERSION_FILE}, which every build stamps: leave it out of the patch")
         result[change.path] = change.content
     return result
