@@ -34,6 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
+    # The tensors are small, and threads that wait for each other take four times the CPU time where runs share cores.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     # Byte code left in the tree would be taken for part of it.
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(tree))
