@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Base:
     ``released`` dates everything that a build makes, so that nothing depends on today.
     ``wheels`` is keyed by machine (``x86_64``, ``aarch64``).
     ``torch`` is the version that the release pins, and that the contracts run on.
+    ``native`` and ``absent`` map a fix that has no patch here to the release since which that is so.
     """
 
     release: str
@@ -43,6 +44,8 @@ class Base:
     torch: str
     sdist: Artifact
     wheels: dict[str, Artifact]
+    native: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
 
     @property
     def epoch(self) -> int:
@@ -67,6 +70,8 @@ def load(folder: Path) -> Base:
             torch=data["torch"],
             sdist=_artifact(data["sdist"]),
             wheels={arch: _artifact(entry) for arch, entry in data["wheel"].items()},
+            native=_since(data.get("native", {})),
+            absent=_since(data.get("absent", {})),
         )
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise UserError(f"{path} is not valid TOML: {e}") from None
@@ -77,6 +82,31 @@ def load(folder: Path) -> Base:
     if not isinstance(base.released, datetime) or base.released.tzinfo is None:
         raise UserError(f"{path}: released must be a date and time with its offset, such as 2026-08-11T09:02:12Z")
     return base
+
+
+def render(base: Base) -> str:
+    """The text of ``base``'s base.toml, which :func:`load` reads back."""
+    released = base.released.astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    lines = [f"# vLLM {base.release}, as pinned from the package index."]
+    lines += [f'release = "{base.release}"', f'commit = "{base.commit}"', f"released = {released}"]
+    lines += [f'torch = "{base.torch}"']
+    for section, artifact in [("sdist", base.sdist), *((f"wheel.{arch}", pin) for arch, pin in base.wheels.items())]:
+        lines += ["", f"[{section}]", f'filename = "{artifact.filename}"', f"size = {artifact.size}"]
+        lines += [f'sha256 = "{artifact.sha256}"']
+    for section, why, table in (
+        ("native", "Fixes that this release has by itself, and the release since which it has been so.", base.native),
+        ("absent", "Fixes whose feature does not exist here, and the release since which it does not.", base.absent),
+    ):
+        if table:
+            lines += ["", f"# {why}", f"[{section}]", *(f'{fix} = "{since}"' for fix, since in sorted(table.items()))]
+    return "\n".join(lines) + "\n"
+
+
+def _since(table: dict[str, Any]) -> dict[str, str]:
+    for fix, release in table.items():
+        if not isinstance(release, str):
+            raise TypeError(f'{fix} = "X.Y.Z" names a release')
+    return dict(table)
 
 
 def _artifact(entry: dict[str, Any]) -> Artifact:

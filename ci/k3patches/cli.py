@@ -23,6 +23,7 @@ from k3patches.base import Base
 from k3patches.errors import UserError
 from k3patches.git import GitError
 from k3patches.project import Project
+from k3patches.rebase.command import rebase_command
 from k3patches.series import Patch
 from k3patches.source import Folder, GitCommit, Sdist, Source
 from k3patches.wheels import Official, SourceBuild
@@ -364,6 +365,9 @@ def patch_tests_command(release: str | None, python: str) -> None:
     wheels.applied(patched, patches)
     if not patchtests.run(patches, patched, python):
         raise UserError(f"tests that the patches for vLLM {base.release} carry fail in {patched}, see above")
+
+
+cli.add_command(rebase_command)
 
 
 def _prefix_failures(

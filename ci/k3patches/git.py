@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -23,12 +24,19 @@ class GitError(Exception):
         )
 
 
-def git(*args: str | Path, cwd: Path, date: datetime | None = None, messages: bool = False) -> str:
+def git(
+    *args: str | Path,
+    cwd: Path,
+    date: datetime | None = None,
+    messages: bool = False,
+    env: Mapping[str, str] | None = None,
+) -> str:
     """Run git without the user's and the system's configuration and return what it prints.
 
     Committer and dates are fixed, so that the same input gives the same commit.
-    ``messages`` returns what git says on its standard error instead.
+    ``messages`` returns what git says on its standard error instead; ``env`` adds GIT_* variables.
     """
+    extra = dict(env or {})
     env = _clean_environment()
     env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1"}
     for role in ("AUTHOR", "COMMITTER"):
@@ -37,7 +45,7 @@ def git(*args: str | Path, cwd: Path, date: datetime | None = None, messages: bo
             env[f"GIT_{role}_DATE"] = date.isoformat()
     # Windows-style checkouts, hooks and signing of the user's own must not change what is built.
     fixed = ["-c", "core.autocrlf=false", "-c", f"core.hooksPath={os.devnull}", "-c", "init.defaultBranch=main"]
-    return _run(["git", *fixed, *map(str, args)], cwd, env)[messages]
+    return _run(["git", *fixed, *map(str, args)], cwd, env | extra)[messages]
 
 
 def git_as_user(*args: str | Path, cwd: Path) -> str:

@@ -1,0 +1,75 @@
+"""Run contracts on a tree, and remember how trees did that were tried before."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+
+from k3patches import contracts
+from k3patches.contracts import Outcome
+from k3patches.errors import UserError
+from k3patches.rebase import gitwork
+from k3patches.rebase.errors import Broken
+
+IDENTITY = "import sys, importlib.metadata as m; print(sys.version, m.version('torch'))"
+
+
+class Bench:
+    """Contracts in ``folder``, run with ``python``; ``memory`` is a folder that may be lost at any time.
+
+    What is remembered goes by content: the tree's, the contract's with all that contracts share, and torch's.
+    """
+
+    def __init__(self, folder: Path, python: str, memory: Path, fresh: bool = False) -> None:
+        self.folder, self.python, self.memory, self.fresh = folder, python, memory, fresh
+
+    @property
+    def fixes(self) -> list[str]:
+        return contracts.fixes(self.folder)
+
+    def run(self, tree: Path, fixes: Sequence[str]) -> dict[str, Outcome]:
+        """How ``tree``, which is a clean git work tree, does in the contracts of ``fixes``."""
+        content = gitwork.tree_of(tree)
+        known = {fix: outcome for fix in fixes if (outcome := self._recall(content, fix))}
+        todo = [fix for fix in fixes if fix not in known]
+        try:
+            known |= self._run(tree, todo)
+        except UserError as e:
+            raise Broken(f"{e.message}; the contracts cannot run there, so nothing is known of any fix") from None
+        for fix in todo:
+            path = self._place(content, fix)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(asdict(known[fix])))
+        return {fix: known[fix] for fix in fixes}
+
+    def _run(self, tree: Path, fixes: Sequence[str]) -> dict[str, Outcome]:
+        parts = [part for part in (fixes[i :: contracts.PARALLEL] for i in range(contracts.PARALLEL)) if part]
+        with ThreadPoolExecutor(contracts.PARALLEL) as pool:
+            found = pool.map(lambda part: contracts.run(self.folder, part, tree, self.python), parts)
+            return {fix: outcome for outcomes in found for fix, outcome in outcomes.items()}
+
+    def _recall(self, content: str, fix: str) -> Outcome | None:
+        try:
+            return None if self.fresh else Outcome(**json.loads(self._place(content, fix).read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def _place(self, content: str, fix: str) -> Path:
+        own = (self.folder / contracts.contract_file(fix)).read_bytes()
+        digest = hashlib.sha256(self._shared + own).hexdigest()[:40]
+        return self.memory / content / f"{fix}-{digest}.json"
+
+    @cached_property
+    def _shared(self) -> bytes:
+        digest = hashlib.sha256()
+        for path in sorted(self.folder.rglob("*.py")):
+            if path.parent != self.folder or not path.name.startswith("test_"):
+                digest.update(f"{path.relative_to(self.folder)}\0".encode() + path.read_bytes())
+        told = subprocess.run([self.python, "-c", IDENTITY], capture_output=True, check=False)
+        return digest.digest() + told.stdout
