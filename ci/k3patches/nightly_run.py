@@ -1,0 +1,159 @@
+"""Run the engine for one target, and keep what came out where the publishing step finds it.
+
+The two are apart because the engine runs upstream's code, which must not get near a token that can write.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+from packaging.version import Version
+
+from k3patches.errors import UserError
+from k3patches.nightly_find import BRANCH, Target
+from k3patches.project import Project
+from k3patches.releases import FINAL
+
+OUTCOME = "outcome.json"
+REPORT = "report.md"
+FILES = "files"
+# How much of a file may come back; a series is some hundred KiB.
+LARGEST = 4 << 20
+
+
+class Result(enum.Enum):
+    """How the engine ended; the values are its exit codes."""
+
+    REBASED = 0
+    ERROR = 1
+    NOTHING = 3
+    PERSON = 4
+    BROKEN = 5
+
+    @property
+    def words(self) -> str:
+        return {
+            Result.REBASED: "rebased",
+            Result.ERROR: "the engine failed",
+            Result.NOTHING: "nothing to do",
+            Result.PERSON: "needs a person",
+            Result.BROKEN: "broken",
+        }[self]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a target; ``folder`` holds the report, and below :data:`FILES` what the engine wrote."""
+
+    target: Target
+    result: Result
+    seconds: float
+    folder: Path
+
+    @property
+    def report(self) -> str:
+        path = self.folder / REPORT
+        if not path.is_file() or path.is_symlink():
+            return "The engine left no report; its log is in the run.\n"
+        return path.read_text(encoding="utf-8", errors="replace")
+
+    def files(self) -> dict[str, bytes]:
+        """What the engine wrote, by its path in the checkout.
+
+        Whoever made the folder may have run anything, so that a path outside the target's own is an error.
+        """
+        top = self.folder / FILES
+        found = {}
+        for path in sorted(top.rglob("*")):
+            if path.is_dir() and not path.is_symlink():
+                continue
+            name = path.relative_to(top).as_posix()
+            if path.is_symlink() or not path.is_file() or not belongs(name, self.target):
+                raise UserError(f"{self.target.label}: {name} is nothing that a rebase may write: look at {top}")
+            if path.stat().st_size > LARGEST:
+                raise UserError(f"{self.target.label}: {name} is too large for a patch: look at {top}")
+            found[name] = path.read_bytes()
+        return found
+
+
+def belongs(name: str, target: Target) -> bool:
+    """Whether the engine's result for a release may hold the file ``name``."""
+    parts = name.split("/")
+    if not all(re.fullmatch(r"\w[\w.+@-]*", part, re.ASCII) for part in parts):
+        return False
+    own = len(parts) == 3 and parts[1] == f"v{target.name}"
+    return target.is_release and parts[0] == "patches" and (own or (len(parts) > 2 and parts[1] == "resolutions"))
+
+
+def run(project: Project, target: Target, out: Path, limit_s: float) -> Outcome:
+    """Run ci/rebase.sh for ``target`` and fill ``out/NAME``, which is written anew."""
+    folder = out / target.name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    before = _contents(project.root / "patches")
+    start = time.monotonic()
+    command = [str(project.root / "ci" / "rebase.sh"), *target.arguments, "--report", str(folder)]
+    result = _result(command, project.root, limit_s)
+    seconds = time.monotonic() - start
+    if target.is_release and result is Result.REBASED:
+        for name, digest in _contents(project.root / "patches").items():
+            if before.get(name) != digest:
+                kept = folder / FILES / "patches" / name
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(project.root / "patches" / name, kept)
+    told = {"target": asdict(target), "result": result.name.lower(), "seconds": round(seconds, 1)}
+    (folder / OUTCOME).write_text(json.dumps(told, indent=2) + "\n")
+    return Outcome(target, result, seconds, folder)
+
+
+def load(out: Path) -> list[Outcome]:
+    """The outcomes that :func:`run` left below ``out``, releases first and in order."""
+    found = [_load(path.parent) for path in out.glob(f"*/{OUTCOME}")]
+    return sorted(found, key=lambda o: (not o.target.is_release, Version(o.target.name) if o.target.is_release else 0))
+
+
+def _load(folder: Path) -> Outcome:
+    path = folder / OUTCOME
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        target = Target(**data["target"])
+        outcome = Outcome(target, Result[data["result"].upper()], float(data["seconds"]), folder)
+        fit = FINAL.fullmatch(target.name) if target.is_release else target.name == BRANCH
+        if not fit or target.name != folder.name:
+            raise ValueError(f"no target is called {target.name!r}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise UserError(f"{path} is no outcome of a nightly run ({e}): delete {folder} and rebase again") from None
+    return outcome
+
+
+def _result(command: list[str], cwd: Path, limit_s: float) -> Result:
+    # A session of its own, so that the limit ends whatever the engine started as well.
+    with subprocess.Popen(command, cwd=cwd, start_new_session=True) as engine:
+        try:
+            code = engine.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            click.echo(f"ended after {limit_s / 60:.0f} minutes: {' '.join(command)}", err=True)
+            code = 1
+        finally:
+            if engine.poll() is None:
+                os.killpg(engine.pid, signal.SIGKILL)
+    return Result(code) if code in {r.value for r in Result} else Result.ERROR
+
+
+def _contents(folder: Path) -> dict[str, str]:
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
