@@ -52,8 +52,9 @@ def find_command(upstream: str, as_json: bool) -> None:
 @GIT_OPTION
 @OUT_OPTION
 @click.option("--limit", type=click.IntRange(min=1), default=40, show_default=True, help="Minutes for one target.")
+@click.option("--python", help="Interpreter that has torch and vLLM's requirements. [default: ci/test.sh's]")
 @click.argument("names", nargs=-1, metavar="[TARGET]...")
-def rebase_command(upstream: str, out: Path | None, limit: int, names: Sequence[str]) -> None:
+def rebase_command(upstream: str, out: Path | None, limit: int, python: str | None, names: Sequence[str]) -> None:
     """Run the engine for all that find prints, or for the TARGETs: releases, or main.
 
     Each target's report, and the series where it is a release, lie in a folder of its name afterwards.
@@ -62,10 +63,11 @@ def rebase_command(upstream: str, out: Path | None, limit: int, names: Sequence[
     project = Project.find()
     out = out or project.root / "build" / "nightly"
     targets = [_target(project, name, upstream) for name in names] or find(project, index.pip_config(), upstream)
+    options = ["--python", python] if python else []
     outcomes = []
     for target in targets:
         click.echo(f"{target.label}: ci/rebase.sh {' '.join(target.arguments)}", err=True)
-        outcomes.append(run(project, target, out.resolve(), limit * MINUTE_S))
+        outcomes.append(run(project, target, out.resolve(), options, limit * MINUTE_S))
         click.echo(f"{target.label}: {outcomes[-1].result.words}", err=True)
     click.echo(nightly_text.table(outcomes), nl=False)
     _summarize(outcomes)

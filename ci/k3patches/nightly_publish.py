@@ -17,7 +17,7 @@ from k3patches.errors import UserError
 from k3patches.git import IDENTITY, git
 from k3patches.nightly_find import Target
 from k3patches.nightly_host import Host, Issue
-from k3patches.nightly_run import Outcome, Result
+from k3patches.nightly_run import Outcome, Result, folders
 from k3patches.project import Project
 
 LABEL = "k3-rebase"
@@ -103,14 +103,15 @@ class Publisher:
         """Commit what the engine wrote on top of this checkout's commit, without touching the checkout."""
         root, tree = self.project.root, self.project.root / "build" / "nightly-tree"
         files = outcome.files()
-        if not any(name.endswith("/series") for name in files):
+        if f"patches/v{outcome.target.name}/series" not in files:
             raise UserError(f"{outcome.target.label}: the engine wrote no series: look at {outcome.folder}")
         date = datetime.fromisoformat(git("show", "-s", "--format=%cI", "HEAD", cwd=root).strip())
         shutil.rmtree(tree, ignore_errors=True)
         git("worktree", "prune", cwd=root)
         git("worktree", "add", "-q", "--detach", tree, "HEAD", cwd=root)
         try:
-            shutil.rmtree(tree / "patches" / f"v{outcome.target.name}", ignore_errors=True)
+            for name in folders(outcome.target):
+                shutil.rmtree(tree / name, ignore_errors=True)
             for name, content in files.items():
                 path = tree / name
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,6 @@ The two are apart because the engine runs upstream's code, which must not get ne
 from __future__ import annotations
 
 import enum
-import hashlib
 import json
 import os
 import re
@@ -14,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -87,31 +87,30 @@ class Outcome:
         return found
 
 
+def folders(target: Target) -> tuple[str, str]:
+    """Where the engine's result for a release lies in the checkout, and nothing else does."""
+    return f"patches/v{target.name}", f"patches/resolutions/v{target.name}"
+
+
 def belongs(name: str, target: Target) -> bool:
     """Whether the engine's result for a release may hold the file ``name``."""
-    parts = name.split("/")
-    if not all(re.fullmatch(r"\w[\w.+@-]*", part, re.ASCII) for part in parts):
-        return False
-    own = len(parts) == 3 and parts[1] == f"v{target.name}"
-    return target.is_release and parts[0] == "patches" and (own or (len(parts) > 2 and parts[1] == "resolutions"))
+    folder, _, file = name.rpartition("/")
+    return target.is_release and folder in folders(target) and re.fullmatch(r"\w[\w.+-]*", file, re.ASCII) is not None
 
 
-def run(project: Project, target: Target, out: Path, limit_s: float) -> Outcome:
-    """Run ci/rebase.sh for ``target`` and fill ``out/NAME``, which is written anew."""
+def run(project: Project, target: Target, out: Path, options: Sequence[str], limit_s: float) -> Outcome:
+    """Run ci/rebase.sh for ``target``, with ``options`` for it, and fill ``out/NAME``, which is written anew."""
     folder = out / target.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    before = _contents(project.root / "patches")
     start = time.monotonic()
-    command = [str(project.root / "ci" / "rebase.sh"), *target.arguments, "--report", str(folder)]
+    command = [str(project.root / "ci" / "rebase.sh"), *target.arguments, "--report", str(folder), *options]
     result = _result(command, project.root, limit_s)
     seconds = time.monotonic() - start
     if target.is_release and result is Result.REBASED:
-        for name, digest in _contents(project.root / "patches").items():
-            if before.get(name) != digest:
-                kept = folder / FILES / "patches" / name
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(project.root / "patches" / name, kept)
+        for name in folders(target):
+            if (project.root / name).is_dir():
+                shutil.copytree(project.root / name, folder / FILES / name, symlinks=True)
     told = {"target": asdict(target), "result": result.name.lower(), "seconds": round(seconds, 1)}
     (folder / OUTCOME).write_text(json.dumps(told, indent=2) + "\n")
     return Outcome(target, result, seconds, folder)
@@ -149,11 +148,3 @@ def _result(command: list[str], cwd: Path, limit_s: float) -> Result:
             if engine.poll() is None:
                 os.killpg(engine.pid, signal.SIGKILL)
     return Result(code) if code in {r.value for r in Result} else Result.ERROR
-
-
-def _contents(folder: Path) -> dict[str, str]:
-    return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }

@@ -1,4 +1,4 @@
-"""A checkout for nightly runs: a miniature under git with a remote, an engine that does as planned, and a host."""
+"""Checkouts for nightly runs: a project under git with a remote and a host that gh talks to."""
 
 from __future__ import annotations
 
@@ -39,39 +39,32 @@ for name, content in plan.get("files", {{}}).items():
 time.sleep(plan.get("sleep", 0))
 sys.exit(plan["code"])
 """
+IGNORED = ("__pycache__/", "/build/", "/cache/", "/dist/", "/engine.*", "/files/", "/upstream/")
 
 
-class Checkout:
-    """The checkout in ``root``; ``remote`` is the repository on the host, ``host`` what gh knows."""
+class Hosted:
+    """A project in ``root`` as a git checkout; ``remote`` is its repository on the host, of which gh knows ``host``.
 
-    def __init__(self, mini: Mini, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        self.mini = mini
-        self.root = mini.root
+    ``environment`` is what a run needs to find this gh.
+    """
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.root = root
         self.remote = folder / "remote.git"
-        self.upstream = mini.root / "upstream"
-        self.out = mini.root / "build" / "nightly"
+        self.out = root / "build" / "nightly"
         self._gh = folder / "gh.json"
-        self._patch = patch
-        (self.root / ".gitignore").write_text(
-            "/build/\n/cache/\n/dist/\n/files/\n/upstream/\n/engine.*\n__pycache__/\n"
-        )
-        engine = self.root / "ci" / "rebase.sh"
-        engine.write_text(ENGINE.format(python=sys.executable))
-        engine.chmod(0o755)
-        git(self.root, "init", "-q", ".")
-        git(self.root, "add", "-A")
-        git(self.root, "commit", "-q", "-m", "The project")
-        git(folder, "clone", "-q", "--bare", str(self.root), str(self.remote))
-        git(self.root, "remote", "add", "origin", str(self.remote))
+        (root / ".gitignore").write_text("".join(f"{line}\n" for line in IGNORED))
+        git(root, "init", "-q", ".")
+        git(root, "add", "-A")
+        git(root, "commit", "-q", "-m", "The project")
+        git(folder, "clone", "-q", "--bare", str(root), str(self.remote))
+        git(root, "remote", "add", "origin", str(self.remote))
         self.host = fake_gh.empty(self.remote)
         tools = folder / "bin"
         tools.mkdir()
         (tools / "gh").write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(fake_gh.__file__).resolve()}" "$@"\n')
         (tools / "gh").chmod(0o755)
-        patch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
-        patch.setenv("FAKE_GH", str(self._gh))
-        patch.setattr(Project, "find", classmethod(lambda cls: cls(mini.root)))
-        self.plan({})
+        self.environment = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "FAKE_GH": str(self._gh)}
 
     @property
     def host(self) -> dict[str, Any]:
@@ -97,6 +90,35 @@ class Checkout:
         self.host = {**state, "log": []}
         return log
 
+    def branch(self, name: str) -> dict[str, str]:
+        """The files that a branch on the host changes against main, with their content."""
+        listed = git(self.remote, "diff", "--name-only", f"main...{name}").splitlines()
+        return {path: git(self.remote, "show", f"{name}:{path}") for path in listed}
+
+    def head(self, name: str) -> str:
+        return git(self.remote, "rev-parse", name).strip()
+
+    def clean(self) -> None:
+        """Make the checkout what the publishing job has: the commit and nothing else."""
+        git(self.root, "clean", "-q", "-d", "-f")
+        git(self.root, "checkout", "-q", "--", ".")
+
+
+class Checkout(Hosted):
+    """The miniature as a checkout, with an engine that does as planned."""
+
+    def __init__(self, mini: Mini, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.mini = mini
+        self.upstream = mini.root / "upstream"
+        self._patch = patch
+        engine = mini.root / "ci" / "rebase.sh"
+        engine.write_text(ENGINE.format(python=sys.executable))
+        engine.chmod(0o755)
+        super().__init__(mini.root, folder)
+        for name, value in self.environment.items():
+            patch.setenv(name, value)
+        self.plan({})
+
     def plan(self, plans: Mapping[str, Any]) -> None:
         """What the engine does for each target; for all others there is nothing to do."""
         (self.root / "engine.json").write_text(json.dumps(plans))
@@ -117,6 +139,7 @@ class Checkout:
         code = 0
         with self._patch.context() as inner, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             inner.setattr(sys, "argv", ["nightly.sh", *map(str, args)])
+            inner.setattr("k3patches.project.Project.find", lambda: Project(self.root))
             try:
                 nightly.main()
             except SystemExit as e:
@@ -126,16 +149,7 @@ class Checkout:
     def night(self, *targets: str) -> Result:
         """One night: rebase in the checkout, and publish from a clean one, as in two jobs."""
         result = self.run("rebase", "--git", self.upstream, *targets)
-        git(self.root, "clean", "-q", "-d", "-f")
-        git(self.root, "checkout", "-q", "--", ".")
+        self.clean()
         if result.code == 0:
             result = self.run("publish")
         return result
-
-    def branch(self, name: str) -> dict[str, str]:
-        """The files that a branch on the host changes against main, with their content."""
-        listed = git(self.remote, "diff", "--name-only", f"main...{name}").splitlines()
-        return {path: git(self.remote, "show", f"{name}:{path}") for path in listed}
-
-    def head(self, name: str) -> str:
-        return git(self.remote, "rev-parse", name).strip()

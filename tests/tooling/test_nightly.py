@@ -26,7 +26,7 @@ SERIES = {
     f"patches/v{NEW}/series": "0001-alpha-fix.patch\n",
     f"patches/v{NEW}/0001-alpha-fix.patch": "From the engine\n",
     f"patches/v{NEW}/base.toml": 'release = "0.34.0"\n',
-    "patches/resolutions/0123abcd/alpha-fix.patch": "how a person resolved it\n",
+    f"patches/resolutions/v{NEW}/alpha-fix.patch": "how a person resolved it\n",
 }
 REBASED = {NEW: {"code": 0, "files": SERIES, "report": "# Rebased\n\n`alpha-fix` is native.\n"}}
 PERSON = {"code": 4, "report": "# Needs a person\n\n```diff\n<<<<<<< upstream\n@decorated\n```\nAsk @somebody.\n"}
@@ -168,8 +168,9 @@ def test_an_outcome_that_is_none(checkout: Checkout, damage: str) -> None:
     [
         ("patches/v0.34.0/series", True),
         ("patches/v0.34.0/0001-a.patch", True),
-        ("patches/resolutions/a.patch", True),
         ("patches/resolutions/v0.34.0/a.patch", True),
+        ("patches/resolutions/v0.33.0/a.patch", False),
+        ("patches/resolutions/a.patch", False),
         ("patches/v0.33.0/series", False),
         ("patches/v0.34.0/.git", False),
         ("patches/v0.34.0/more/deep", False),
