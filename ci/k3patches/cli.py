@@ -24,6 +24,7 @@ from k3patches.errors import UserError
 from k3patches.git import GitError
 from k3patches.project import Project
 from k3patches.rebase.command import rebase_command
+from k3patches.rebase.replay import replay_command
 from k3patches.series import Patch
 from k3patches.source import Folder, GitCommit, Sdist, Source
 from k3patches.wheels import Official, SourceBuild
@@ -368,6 +369,7 @@ def patch_tests_command(release: str | None, python: str) -> None:
 
 
 cli.add_command(rebase_command)
+cli.add_command(replay_command)
 
 
 def _prefix_failures(

@@ -44,6 +44,7 @@ class Options:
     python: str
     report: Path | None = None
     fresh: bool = False
+    record: bool = False
 
 
 class Rebase:
@@ -127,7 +128,10 @@ class Rebase:
         found = plan.candidates(self._series())
         plain, steps = plan.steps(found, failing, recorded)
         self._tell_plan(found, steps, outcomes)
-        self._carry(steps, failing)
+        if self.options.record:
+            self._take_series()
+        else:
+            self._carry(steps, failing)
         commits = self._tidy(failing)
         self._check(commits, steps, outcomes)
         return self._publish(commits, plain, steps, failing, outcomes)
@@ -137,6 +141,8 @@ class Rebase:
             shutil.rmtree(left, ignore_errors=True)
         (self.folder / state.FILE).unlink(missing_ok=True)
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self.options.record and targets.pinned(self.project, self.target) is None:
+            raise UserError(f"{self.target.label} has no series to record: rebase onto it without --record first")
         self.state.bases = targets.nearest(self.project, self.target, self.options.base)
         with self.progress.step(f"source of {self.target.label}"):
             base = self._pin()
@@ -250,6 +256,12 @@ class Rebase:
                 self._carry_one(step, failing, recorded)
                 self.state.head = gitwork.head(self.tree)
                 self.state.save(self.folder)
+
+    def _take_series(self) -> None:
+        """Take the series that is committed for the result that a person wants."""
+        pristine = git("rev-parse", f"{PRISTINE_TAG}^{{commit}}", cwd=self.tree).strip()
+        commits = self.store.series(pristine, series.load(self.series_dir))
+        git("reset", "-q", "--hard", commits[-1] if commits else pristine, cwd=self.tree)
 
     def _step_of(self, steps: Sequence[Step], key: str) -> Step:
         return next((s for s in steps if s.key == key), Step(key, (key,)))

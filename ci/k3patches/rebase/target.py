@@ -54,8 +54,9 @@ def parse(wanted: str, git: str | None) -> Target:
     if git is None and ("/" in wanted and wanted.startswith((".", "/"))):
         raise UserError(f"{wanted} is no folder: name a release such as 0.28.0, a git ref, or a folder of vLLM source")
     version = Version(match[1]) if match else None
+    short = wanted[:12] if re.fullmatch(r"[0-9a-f]{40,64}", wanted) else wanted
     # A tag is not the release: it has no sdist and no wheel, and must not take the release's place either.
-    return Target(f"git-{_name(wanted)}", f"vLLM {wanted}", wanted, None, version, git or UPSTREAM)
+    return Target(f"git-{_name(short)}", f"vLLM {short}", wanted, None, version, git or UPSTREAM)
 
 
 def pinned(project: Project, target: Target) -> Base | None:
