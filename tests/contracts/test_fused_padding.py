@@ -12,6 +12,7 @@ Ranks past the first can't load KDA's b_proj without shared-beta-scale, whose co
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,23 @@ def test_the_mtp_layer_is_right(
         expected = oracle.output(MTP, name, given_x)
         assert_columns(out[name], expected[:, share(expected.shape[1], size, rank)], name)
     assert_columns(out["o_proj"], oracle.partial(MTP, "o_proj", core, part), "o_proj")
+
+
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (8, 0)])
+def test_amds_model_is_right(
+    configure: Callable[[Checkpoint], VllmConfig], first: Checkpoint, oracle: Oracle, size: int, rank: int
+) -> None:
+    config = configure(replace(first))  # one that no other model has told of its merged layers
+    model, x = modules.build(config, size=size, rank=rank, part="amd"), tokens(3, first.geometry.hidden)
+    model.load(first.weights())
+    for layer, names in ((KDA, compat.KDA_MERGED), (MLA, (*compat.MLA_MERGED, "g_proj"))):
+        with torch.no_grad():
+            out = compat.merged_outputs(model.attention(layer), x)
+        for name in names:
+            expected = oracle.output(layer, name, x)
+            if name not in ("f_a_proj", *compat.MLA_MERGED):
+                expected = expected[:, share(expected.shape[1], size, rank)]
+            assert_columns(out[name], expected, name)
 
 
 def test_a_whole_checkpoint_loads_from_disk(config: VllmConfig, folder: Path, oracle: Oracle) -> None:
@@ -213,6 +231,17 @@ def test_kda_reads_the_kernels_output_in_place(config: VllmConfig, first: Checkp
         out = compat.kda_outputs(attention, x, tokens(4, 12288 // 8))
     kernel = model.log.calls_of(compat.input_projection(attention, "q_proj"))[-1].out
     for name in ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj"):
+        assert out[name].untyped_storage().data_ptr() == kernel.untyped_storage().data_ptr(), name
+
+
+def test_mla_reads_the_kernels_output_in_place(config: VllmConfig, first: Checkpoint) -> None:
+    model = modules.build(config, size=8)
+    model.load(first.weights())
+    attention = model.attention(MLA)
+    with torch.no_grad():
+        out = compat.mla_outputs(attention, tokens(4, first.geometry.hidden), tokens(4, 12288 // 8))
+    for name in ("q_a_proj", "g_proj"):
+        kernel = model.log.calls_of(compat.input_projection(attention, name))[-1].out
         assert out[name].untyped_storage().data_ptr() == kernel.untyped_storage().data_ptr(), name
 
 

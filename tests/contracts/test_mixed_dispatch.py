@@ -95,6 +95,18 @@ def test_a_merged_layer_with_every_shard_listed_is_block_fp8(config: VllmConfig,
     assert is_block_fp8(built.layer)
 
 
+@pytest.mark.parametrize("layer", MERGED)
+def test_a_merged_layer_of_amds_model_is_block_fp8(config: VllmConfig, layer: str) -> None:
+    # ROCm takes mixed ModelOpt checkpoints too, and has a model of its own.
+    listed = {f"language_model.model.{shard}": ALGORITHM for shard in MERGED[layer]}
+    quant = modules.mixed_config(quantization_config(listed), platform="amd")
+    sizes = [128] * len(listed)
+    built = modules.linear(
+        config, MergedColumnParallelLinear, quant, COLS, sizes, prefix=f"language_model.model.{layer}"
+    )
+    assert is_block_fp8(built.layer)
+
+
 @pytest.mark.parametrize(("layer", "missing"), ONE_SHARD_OFF)
 def test_a_merged_layer_with_a_shard_not_listed_is_refused(config: VllmConfig, layer: str, missing: str) -> None:
     listed = {f"language_model.model.{shard}": ALGORITHM for shard in MERGED[layer] if shard != missing}

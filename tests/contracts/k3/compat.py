@@ -6,6 +6,7 @@ Contracts speak of projections and checkpoints; this module finds them in whatev
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,6 +89,8 @@ class _Impl(MLACommonImpl):
 
 class _Backend:
     get_impl_cls = staticmethod(lambda: _Impl)
+    get_name = staticmethod(lambda: "REFERENCE")
+    is_sparse = staticmethod(lambda: False)
 
 
 class _Prefill:
@@ -107,15 +110,29 @@ class _Prefill:
         return out, torch.zeros(q.shape[1], q.shape[0])
 
 
+def _amd_kda() -> Any:
+    """AMD's KDA module; None where its model shares Kimi-Linear's."""
+    try:
+        from vllm.models.kimi_k3.amd import kda
+    except ImportError:
+        return None
+    return kda
+
+
 @contextlib.contextmanager
 def buildable() -> Iterator[None]:
     """While this holds, K3's modules can be built without a GPU."""
+    from vllm.model_executor.layers.attention import mla_attention
     from vllm.models.kimi_k3.nvidia import mla, model
 
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
-        enter(mock.patch.object(mla, "get_attn_backend", return_value=_Backend))
-        enter(mock.patch.object(mla, "get_mla_prefill_backend", return_value=_Prefill))
+        for module in (mla, mla_attention):  # AMD's model takes the attention layer that all models share
+            enter(mock.patch.object(module, "get_attn_backend", return_value=_Backend))
+            enter(mock.patch.object(module, "get_mla_prefill_backend", return_value=_Prefill))
+        kda = _amd_kda()
+        for name in filter(re.compile("is_fused_kda_.*_supported").fullmatch, dir(kda)):
+            enter(mock.patch.object(kda, name, return_value=False))  # asks for ROCm's driver even to say no
         enter(mock.patch.object(torch.cuda, "Stream", return_value=None))
         if hasattr(model, "maybe_init_gemm_rs_ar"):  # asks for the cutlass package even to say no
             enter(mock.patch.object(model, "maybe_init_gemm_rs_ar", return_value=False))
@@ -133,18 +150,21 @@ def linear_kernels(block: Callable[..., Any], mxfp8: Callable[..., Any]) -> Iter
 
 
 def model_classes() -> dict[str, type[torch.nn.Module]]:
-    """The text model and the MTP draft."""
+    """The text model, the MTP draft, and AMD's own text model."""
+    from vllm.models.kimi_k3.amd import linear as amd
     from vllm.models.kimi_k3.nvidia.model import KimiLinearForCausalLM
     from vllm.models.kimi_k3.nvidia.mtp import KimiK3MTP
 
-    return {"target": KimiLinearForCausalLM, "mtp": KimiK3MTP}
+    return {"target": KimiLinearForCausalLM, "mtp": KimiK3MTP, "amd": amd.KimiLinearForCausalLM}
 
 
-def know_k3(quant_config: Any) -> Any:
-    """Tell a quantization config of K3's merged layers, as building the model does."""
+def know_k3(quant_config: Any, platform: str = "nvidia") -> Any:
+    """Tell a quantization config of K3's merged layers, as building a platform's model does."""
+    from vllm.models.kimi_k3.amd import linear as amd
     from vllm.models.kimi_k3.nvidia.model import KimiLinearModel
 
-    KimiLinearModel.__new__(KimiLinearModel, quant_config)
+    model = {"nvidia": KimiLinearModel, "amd": amd.KimiLinearModel}[platform]
+    model.__new__(model, quant_config)
     return quant_config
 
 
@@ -221,6 +241,22 @@ def mla_outputs(
         seen["o_proj"] = mla(positions=torch.arange(x.shape[0]), hidden_states=x)
     seen["kv_a_proj_with_mqa"] = torch.cat([seen.pop("kv_c"), seen.pop("k_pe")], dim=-1)
     return {name: out for name, out in seen.items() if name not in without}
+
+
+def merged_outputs(attn: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Each shard's output, of the projections that an attention module merges and of a gate apart."""
+    merged = {
+        "in_proj_qkvgfab": KDA_MERGED,
+        "fused_qkv_a_proj": MLA_MERGED,
+        "fused_qkv_a_g_proj": (*MLA_MERGED, "g_proj"),
+        "g_proj": ("g_proj",),
+    }
+    seen: dict[str, torch.Tensor] = {}
+    for name, shards in merged.items():
+        if isinstance(layer := getattr(attn, name, None), torch.nn.Module):
+            parts = layer(x)[0].split(layer.output_partition_sizes, dim=-1)
+            seen.update(zip(shards, parts, strict=False))  # the last may be columns that no checkpoint holds
+    return seen
 
 
 def input_projection(attn: torch.nn.Module, projection: str) -> torch.nn.Module:

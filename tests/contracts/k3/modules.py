@@ -96,7 +96,7 @@ def build(
     part: str = "target",
     kernel: type = kernels.BlockKernel,
 ) -> Model:
-    """Build the text model (`target`) or its MTP draft (`mtp`), unloaded."""
+    """Build the text model (`target`), its MTP draft (`mtp`) or AMD's text model (`amd`), unloaded."""
     log = kernels.Log()
     config.compilation_config.static_forward_context.clear()
     with (
@@ -110,7 +110,7 @@ def build(
         module = initialize_model(
             config,
             # The multimodal model names its text model so; the draft is built under no prefix.
-            prefix="language_model" if part == "target" else "",
+            prefix="" if part == "mtp" else "language_model",
             model_class=compat.model_classes()[part],
         )
     return Model(module, config, log, size, rank)
@@ -196,6 +196,6 @@ def mxfp8_config() -> Any:
     return get_quantization_config("modelopt_mxfp8").from_config({"quant_method": "modelopt", "quant_algo": "MXFP8"})
 
 
-def mixed_config(quantization: dict) -> Any:
-    """A mixed checkpoint's quantization config, which knows K3's merged layers."""
-    return compat.know_k3(get_quantization_config("modelopt_mixed").from_config(quantization))
+def mixed_config(quantization: dict, platform: str = "nvidia") -> Any:
+    """A mixed checkpoint's quantization config, which knows the merged layers of a platform's K3."""
+    return compat.know_k3(get_quantization_config("modelopt_mixed").from_config(quantization), platform)
