@@ -44,6 +44,7 @@ Exit code: {int(Result.REBASED)} rebased, {int(Result.NOTHING_TO_DO)} nothing to
 @click.option("--continue", "go_on", is_flag=True, help="Go on after a person's edit in the kept tree.")
 @click.option("--abort", is_flag=True, help="Throw the kept tree away.")
 @click.option("--record", is_flag=True, help="Record how the committed series differs from an automatic rebase.")
+@click.option("--take", type=FILE, metavar="TREE", help="Carry nothing: the series are the commits of this git tree.")
 @click.option("--report", type=FILE, help="Write report.md and report.json into this folder as well.")
 @click.option("--fresh", is_flag=True, help="Run every contract, also on trees that it ran on before.")
 @click.option("--cache", type=FILE, help="Folder of downloads. [default: the user's cache]")
@@ -55,6 +56,7 @@ def rebase_command(
     go_on: bool,
     abort: bool,
     record: bool,
+    take: Path | None,
     report: Path | None,
     fresh: bool,
     cache: Path | None,
@@ -69,19 +71,15 @@ def rebase_command(
 
     At a conflict, or where a patch no longer does its job, the tree is kept for a person to edit
     with ordinary git.  What they did is recorded in patches/resolutions, so that the same rebase
-    needs nobody the next time.  --record does that for a series edited since, with refresh.
+    needs nobody the next time.  --record does that for a series edited since, with
+    refresh, and --take for commits that were made without this command.
     """
-    if go_on + abort + record > 1:
-        raise click.UsageError("--continue, --abort and --record exclude each other")
+    if go_on + abort + record + bool(take) > 1:
+        raise click.UsageError("--continue, --abort, --record and --take exclude each other")
     project = Project.find()
     wanted = targets.parse(target, git) if target else _kept(project, go_on or abort)
-    rebase = Rebase(
-        project,
-        wanted,
-        Options(
-            base=base, cache=cache or fetch.default_cache(), python=python, report=report, fresh=fresh, record=record
-        ),
-    )
+    options = Options(base, cache or fetch.default_cache(), python, report, fresh, record, take)
+    rebase = Rebase(project, wanted, options)
     with rebase.lock():
         if abort:
             rebase.abort()

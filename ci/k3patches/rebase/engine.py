@@ -16,7 +16,7 @@ from k3patches import fetch, release, series
 from k3patches.base import Base
 from k3patches.contracts import Outcome
 from k3patches.errors import UserError
-from k3patches.git import git
+from k3patches.git import GitError, git
 from k3patches.project import Project
 from k3patches.rebase import carry, gitwork, messages, plan, publish, resolutions, state
 from k3patches.rebase import target as targets
@@ -45,6 +45,7 @@ class Options:
     report: Path | None = None
     fresh: bool = False
     record: bool = False
+    take: Path | None = None
 
 
 class Rebase:
@@ -70,6 +71,7 @@ class Rebase:
         # What automatic merges gave, by commit and the tree that they were carried onto.
         self._merges: dict[tuple[str, str], Merge] = {}
         self._sources: dict[str, list[Commit]] = {}
+        self._steps: list[Step] = []
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -127,13 +129,15 @@ class Rebase:
         recorded = resolutions.load(self.resolutions_dir)
         found = plan.candidates(self._series())
         plain, steps = plan.steps(found, failing, recorded)
+        self._steps = steps
         self._tell_plan(found, steps, outcomes)
-        if self.options.record:
+        if self.options.record or self.options.take:
             self._take_series()
+            self.state.dropped = [step.key for step in steps if not self._done(step)]
         else:
             self._carry(steps, failing)
         commits = self._tidy(failing)
-        self._check(commits, steps, outcomes)
+        self._check(commits, outcomes)
         return self._publish(commits, plain, steps, failing, outcomes)
 
     def _set_up(self) -> None:
@@ -141,7 +145,7 @@ class Rebase:
             shutil.rmtree(left, ignore_errors=True)
         (self.folder / state.FILE).unlink(missing_ok=True)
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.options.record and targets.pinned(self.project, self.target) is None:
+        if self.options.record and not (self.series_dir / series.SERIES_FILE).is_file():
             raise UserError(f"{self.target.label} has no series to record: rebase onto it without --record first")
         self.state.bases = targets.nearest(self.project, self.target, self.options.base)
         with self.progress.step(f"source of {self.target.label}"):
@@ -258,10 +262,33 @@ class Rebase:
                 self.state.save(self.folder)
 
     def _take_series(self) -> None:
-        """Take the series that is committed for the result that a person wants."""
+        """Take the series that is committed, or the commits of a tree, for the result that a person wants."""
         pristine = git("rev-parse", f"{PRISTINE_TAG}^{{commit}}", cwd=self.tree).strip()
-        commits = self.store.series(pristine, series.load(self.series_dir))
-        git("reset", "-q", "--hard", commits[-1] if commits else pristine, cwd=self.tree)
+        if self.options.take:
+            result = self._taken(self.options.take, pristine)
+        else:
+            result = [pristine, *self.store.series(pristine, series.load(self.series_dir))][-1]
+        git("reset", "-q", "--hard", result, cwd=self.tree)
+
+    def _taken(self, other: Path, pristine: str) -> str:
+        """The commits of ``other`` above its tag ``pristine`` or ``vX.Y.Z``, put on the commit ``pristine``."""
+        try:
+            tags = [tag for tag in (PRISTINE_TAG, self.target.name) if tag in git("tag", cwd=other).splitlines()]
+        except GitError:
+            tags = []
+        if not tags or gitwork.tree_of(other, tags[0]) != gitwork.tree_of(self.tree, pristine):
+            raise UserError(
+                f"{other} has no tag '{PRISTINE_TAG}' or '{self.target.name}' on the source of {self.target.label}: "
+                f"start from build/{self.target.name}/pristine, or another tree of exactly its files"
+            )
+        if git("rev-list", "--merges", f"{tags[0]}..HEAD", cwd=other) or git("status", "--porcelain", cwd=other):
+            raise UserError(f"{other} has a merge or uncommitted changes: make it a line of commits")
+        git("fetch", "-q", "--no-tags", other.resolve(), "HEAD", cwd=self.tree)
+        result = pristine
+        for commit in git("rev-list", "--reverse", f"{tags[0]}..HEAD", cwd=other).split():
+            taken = gitwork.commit_of(self.tree, commit)
+            result = gitwork.write_commit(self.tree, taken.tree, result, taken.message, taken.author)
+        return result
 
     def _step_of(self, steps: Sequence[Step], key: str) -> Step:
         return next((s for s in steps if s.key == key), Step(key, (key,)))
@@ -351,7 +378,7 @@ class Rebase:
         self.state.save(self.folder)
         return gitwork.above(self.tree, PRISTINE_TAG)
 
-    def _check(self, commits: Sequence[Commit], steps: Sequence[Step], before: Mapping[str, Outcome]) -> None:
+    def _check(self, commits: Sequence[Commit], before: Mapping[str, Outcome]) -> None:
         """Run all contracts on the carried series: each must hold, or be absent."""
         with self.progress.step(f"contracts on {self.target.label} with {len(commits)} patches"):
             after = self.bench.run(self.tree, self.bench.fixes)
@@ -367,7 +394,7 @@ class Rebase:
                 fix.state = "absent" if before[fix.fix].is_absent else "needs a person"
         useless = [f.fix for f in self.report.fixes if f.state == "needs a person"]
         alone = [f.fix for f in self.report.fixes if f.state == "broken"]
-        self.report.carried = [self._carried(c, steps) for c in commits]
+        self._tell_carried()
         if useless:
             self._stop(
                 None,
@@ -382,9 +409,16 @@ class Rebase:
                 Broken,
             )
 
-    def _carried(self, commit: Commit, steps: Sequence[Step]) -> Carried:
+    def _tell_carried(self) -> None:
+        commits = [c for c in gitwork.above(self.tree, PRISTINE_TAG) if messages.ids(c.message, CONTRACT)]
+        self.report.carried = [self._carried(c) for c in commits]
+        there = {fix for carried in self.report.carried for fix in carried.fixes}
+        left = [s for s in self._steps if not set(s.fixes) & there and s.key not in self.state.dropped]
+        self.report.pending = {s.key: self._name(s) for s in left}
+
+    def _carried(self, commit: Commit) -> Carried:
         fixes = messages.ids(commit.message, CONTRACT)
-        step = next((s for s in steps if set(s.fixes) & set(fixes)), None)
+        step = next((s for s in self._steps if set(s.fixes) & set(fixes)), None)
         key = step.key if step else fixes[0]
         candidate = step.candidate if step else None
         how = "resolution" if key in self.state.resolved else "person" if key in self.state.asked else "clean"
@@ -514,6 +548,7 @@ class Rebase:
         if key:
             self.state.asked.append(key)
         self.state.save(self.folder)
+        self._tell_carried()
         raise kind(message)
 
     def _write_report(self) -> None:
@@ -533,4 +568,5 @@ class Rebase:
         return f"{step.candidate.patch.name} of vLLM {step.candidate.release}"
 
     def _command(self, option: str) -> str:
-        return f"ci/rebase.sh {self.target.wanted} {option}"
+        # What looks like a release is one, unless it is said to be a git ref.
+        return f"ci/rebase.sh {self.target.wanted} {option}" + (" --git" if self.target.git else "")

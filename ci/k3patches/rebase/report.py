@@ -75,7 +75,7 @@ class Carried:
 
 @dataclass
 class Report:
-    """All of it; ``dropped`` maps a fix to (patch, its base, why)."""
+    """All of it; ``dropped`` maps a fix to (patch, its base, why), ``pending`` to the patch that is still to come."""
 
     target: str
     source: str = ""
@@ -84,6 +84,7 @@ class Report:
     where: str = ""
     fixes: list[Fix] = field(default_factory=list)
     carried: list[Carried] = field(default_factory=list)
+    pending: dict[str, str] = field(default_factory=dict)
     dropped: dict[str, tuple[str, str, str]] = field(default_factory=dict)
     conflicts: dict[str, list[Conflict]] = field(default_factory=dict)
     seconds: list[tuple[str, float]] = field(default_factory=list)
@@ -119,7 +120,7 @@ class Report:
             for fix in self.fixes:
                 state = f"{fix.state} since {fix.since}" if fix.since else fix.state
                 yield f"| `{fix.fix}` | {state} | {fix.pristine} | {fix.patched} |"
-        if self.carried or self.dropped:
+        if self.carried or self.dropped or self.pending:
             yield from ("", "## Patches", "")
             for patch in self.carried:
                 source = f" ({patch.source})" if patch.source else ""
@@ -127,6 +128,8 @@ class Report:
                 yield from (f"  - {line}" for line in _told(patch.moved))
             for key, (name, base, why) in self.dropped.items():
                 yield f"- `{key}`: dropped, {why} ({name} of vLLM {base})"
+            for key, name in self.pending.items():
+                yield f"- `{key}`: {'in conflict' if key in self.conflicts else 'not carried yet'} ({name})"
         for key, found in self.conflicts.items():
             yield from ("", f"## `{key}` in conflict")
             for conflict in found:
