@@ -82,8 +82,8 @@ class Loaded:
 
 
 @contextlib.contextmanager
-def engine() -> Iterator[None]:
-    """vLLM's configuration and a process group that pretends to be rank 3 of 8."""
+def engine(size: int = SIZE, rank: int = RANK) -> Iterator[None]:
+    """vLLM's configuration and a process group that pretends to be ``rank`` of ``size``."""
     from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
 
@@ -101,7 +101,7 @@ def engine() -> Iterator[None]:
                 init_distributed_environment(1, 0, (folder / "rendezvous").as_uri(), 0, "nccl")
                 initialize_model_parallel(1, 1)
             group = parallel_state.get_tp_group()
-            group.world_size, group.rank_in_group = SIZE, RANK
+            group.world_size, group.rank_in_group = size, rank
             yield
     finally:
         torch.set_default_dtype(kept)

@@ -8,7 +8,6 @@ eight holds them.  Stock 0.27.1 fails in the first decode: "cp_world_size must b
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +23,8 @@ pytestmark = [
         reason="the FLASH_ATTN_MLA backend is Hopper's",
     ),
 ]
+if torch.cuda.is_available():
+    import k3_linear
 
 HEADS, HIDDEN = 12, 7168  # 96 heads over 8 ranks
 Q_LORA, LATENT, ROPE, NOPE, VALUE = 1536, 512, 64, 128, 128
@@ -33,42 +34,28 @@ NAME = "model.layers.3.self_attn"
 
 @pytest.fixture(scope="module")
 def layer() -> Iterator[Any]:
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
     from vllm.models.kimi_k3.nvidia import mla
     from vllm.transformers_utils.configs.kimi_linear import KimiLinearConfig
     from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLABackend
 
-    torch.cuda.set_device(0)
-    config = VllmConfig()
-    kept = torch.get_default_dtype()
-    patch = pytest.MonkeyPatch()
-    # Prefill isn't run, and which backend wins on this machine isn't the question.
-    patch.setattr(mla, "get_attn_backend", lambda *args, **kwargs: FlashAttnMLABackend)
-    patch.setattr(mla, "get_mla_prefill_backend", lambda config: lambda **kwargs: None)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with set_current_vllm_config(config), torch.device("cuda"), torch.no_grad():
-            if not parallel_state.model_parallel_is_initialized():
-                init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/rendezvous", 0, "nccl")
-                initialize_model_parallel(1, 1)
-            module = mla.MultiHeadLatentAttention(
-                config=KimiLinearConfig(),
-                hidden_size=HIDDEN,
-                num_heads=HEADS,
-                qk_nope_head_dim=NOPE,
-                qk_rope_head_dim=ROPE,
-                v_head_dim=VALUE,
-                q_lora_rank=Q_LORA,
-                kv_lora_rank=LATENT,
-                prefix=NAME,
-            )
-            module.kv_b_proj.weight.data.normal_(std=LATENT**-0.5)
-            module.process_weights_after_loading(torch.bfloat16)
-            yield module
-    finally:
-        torch.set_default_dtype(kept)
-        patch.undo()
+    with k3_linear.engine(size=1, rank=0), pytest.MonkeyPatch.context() as patch:
+        # Prefill isn't run, and which backend wins on this machine isn't the question.
+        patch.setattr(mla, "get_attn_backend", lambda *args, **kwargs: FlashAttnMLABackend)
+        patch.setattr(mla, "get_mla_prefill_backend", lambda config: lambda **kwargs: None)
+        module = mla.MultiHeadLatentAttention(
+            config=KimiLinearConfig(),
+            hidden_size=HIDDEN,
+            num_heads=HEADS,
+            qk_nope_head_dim=NOPE,
+            qk_rope_head_dim=ROPE,
+            v_head_dim=VALUE,
+            q_lora_rank=Q_LORA,
+            kv_lora_rank=LATENT,
+            prefix=NAME,
+        )
+        module.kv_b_proj.weight.data.normal_(std=LATENT**-0.5)
+        module.process_weights_after_loading(torch.bfloat16)
+        yield module
 
 
 def schedule(lengths: torch.Tensor, starts: torch.Tensor, query: int, longest: int) -> torch.Tensor:
