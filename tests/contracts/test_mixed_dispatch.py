@@ -34,6 +34,9 @@ MERGED = {
     f"{ATTENTION}fused_qkv_a_proj": tuple(f"{ATTENTION}{name}" for name in compat.MLA_MERGED),
     "layers.3.mlp.gate_up_proj": ("layers.3.mlp.gate_proj", "layers.3.mlp.up_proj"),
 }
+AMD_MERGED = dict(MERGED)
+if compat.merges_mla_gate():
+    MERGED[f"{ATTENTION}fused_qkv_a_g_proj"] = tuple(f"{ATTENTION}{name}" for name in (*compat.MLA_MERGED, "g_proj"))
 ONE_SHARD_OFF = [(merged, shard) for merged, shards in MERGED.items() for shard in shards]
 
 
@@ -95,7 +98,7 @@ def test_a_merged_layer_with_every_shard_listed_is_block_fp8(config: VllmConfig,
     assert is_block_fp8(built.layer)
 
 
-@pytest.mark.parametrize("layer", MERGED)
+@pytest.mark.parametrize("layer", AMD_MERGED)
 def test_a_merged_layer_of_amds_model_is_block_fp8(config: VllmConfig, layer: str) -> None:
     # ROCm takes mixed ModelOpt checkpoints too, and has a model of its own.
     listed = {f"language_model.model.{shard}": ALGORITHM for shard in MERGED[layer]}

@@ -76,12 +76,23 @@ def test_absorbed_weights_follow_a_reload(
     model = modules.build(configure(kv_b_only), size=8, rank=3, kernel=kernel)
     model.load(kv_b_only.weights())
     mla = model.attention(MLA)
-    addresses = mla.W_UK_T.data_ptr(), mla.W_UV.data_ptr()
+    # A captured CUDA graph reads from where these were.
+    names = ("W_UK_T", "W_UV", "_q_scale_inv", "_k_scale_inv")
+    addresses = [getattr(mla, name).data_ptr() for name in names]
     model.reload(second.only(second.module(MLA, "kv_b_proj")).weights())
     mla = model.attention(MLA)
     assert_absorbed(mla, Oracle(second), 8, 3)
-    # A captured CUDA graph reads from where the weights were.
-    assert (mla.W_UK_T.data_ptr(), mla.W_UV.data_ptr()) == addresses
+    assert [getattr(mla, name).data_ptr() for name in names] == addresses
+
+
+def test_absorbed_weights_outlive_a_reload_of_other_layers(
+    configure: Callable[[Checkpoint], VllmConfig], kv_b_only: Checkpoint, oracle: Oracle, kernel: type
+) -> None:
+    model = modules.build(configure(kv_b_only), size=8, rank=3, kernel=kernel)
+    model.load(kv_b_only.weights())
+    name = kv_b_only.module(MLA, "kv_b_proj")
+    model.reload(kv_b_only.weights({f"{name}.weight": None, f"{name}.weight_scale": None}))
+    assert_absorbed(model.attention(MLA), oracle, 8, 3)
 
 
 def test_the_projection_itself_still_computes(

@@ -149,6 +149,13 @@ def linear_kernels(block: Callable[..., Any], mxfp8: Callable[..., Any]) -> Iter
         yield
 
 
+def merges_mla_gate() -> bool:
+    """Whether K3's MLA merges its output gate into the projection of q_a and kv_a."""
+    from vllm.models.kimi_k3.nvidia.model import KimiLinearModel
+
+    return "fused_qkv_a_g_proj" in KimiLinearModel.packed_modules_mapping
+
+
 def model_classes() -> dict[str, type[torch.nn.Module]]:
     """The text model, the MTP draft, and AMD's own text model."""
     from vllm.models.kimi_k3.amd import linear as amd
@@ -247,7 +254,7 @@ def merged_outputs(attn: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.Te
     """Each shard's output, of the projections that an attention module merges and of a gate apart."""
     merged = {
         "in_proj_qkvgfab": KDA_MERGED,
-        "fused_qkv_a_proj": MLA_MERGED,
+        "fused_qkv_a_proj": (*MLA_MERGED, "g_proj"),  # of which AMD's holds the gate since 0.33.0
         "fused_qkv_a_g_proj": (*MLA_MERGED, "g_proj"),
         "g_proj": ("g_proj",),
     }
@@ -255,7 +262,8 @@ def merged_outputs(attn: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.Te
     for name, shards in merged.items():
         if isinstance(layer := getattr(attn, name, None), torch.nn.Module):
             parts = layer(x)[0].split(layer.output_partition_sizes, dim=-1)
-            seen.update(zip(shards, parts, strict=False))  # the last may be columns that no checkpoint holds
+            # A layer may lack the gate, or end with columns that no checkpoint holds.
+            seen.update(zip(shards, parts, strict=False))
     return seen
 
 
