@@ -228,6 +228,16 @@ def test_a_conflict(mini: Mini, run: Run) -> None:
     require_ok(run("lint", "--base", "0.28.0"))
 
 
+def test_a_long_conflict_is_told_in_short(mini: Mini, run: Run) -> None:
+    lines = "".join(f"    x += {n}\n" for n in range(100))
+    later(mini, "0.28.0", {"vllm/alpha.py": ALPHA.replace("    return x + 99", f"{lines}    return x")})
+    require(run("rebase", "0.28.0"), PERSON)
+    (hunk,) = (h["text"] for c in report(mini)["conflicts"] for h in c["hunks"])
+    assert "... 61 more lines ..." in hunk
+    assert hunk.splitlines()[-2:] == ["    return x + 100", ">>>>>>> vLLM 0.27.1 with alpha-fix"]
+    assert len(hunk.splitlines()) == 41 + 6
+
+
 @pytest.mark.parametrize("way", ["add", "commit", "cherry-pick"])
 def test_a_conflict_resolved_with_ordinary_git(mini: Mini, run: Run, way: str) -> None:
     conflict(mini, run).write_text(RESOLVED)
@@ -386,6 +396,8 @@ def test_a_fault_that_no_patch_is_for(mini: Mini, run: Run) -> None:
     git(edited(mini), "add", "-A")
     git(edited(mini), "commit", "-q", "-m", "[Bugfix] Mend kept.py\n\nA.\n\nB.\n\nC.\n\nno trailer")
     require(run("rebase", "--continue"), PERSON, "names no fix", "Contract trailer")
+    git(edited(mini), "commit", "-q", "--amend", "-m", "[Bugfix] Mend kept.py\n\nA.\n\nContract: newer-fix")
+    require(run("rebase", "--continue"), PERSON, "newer-fix, which has no contract")
     trailers = f"Contract: new-fix\nUpstream-Status: Pending [x]\nSigned-off-by: {AUTHOR}"
     message = f"[Bugfix] Mend what kept.py says\n\nA.\n\nB.\n\nC.\n\n{trailers}"
     git(edited(mini), "commit", "-q", "--amend", "-m", message)

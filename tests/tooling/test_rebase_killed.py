@@ -43,16 +43,20 @@ def outside(mini: Mini, index: JsonIndex, at: int, *arguments: str) -> tuple[int
 def test_a_rebase_that_is_killed(mini: Mini, run: Run, quick: JsonIndex) -> None:
     later(mini, "0.28.0", SHIFTED)
     before = written(mini)
-    code, events = outside(mini, quick, -1, "0.28.0")
-    assert code == REBASED
-    assert events > 100
+    require(run("rebase", "0.28.0"), REBASED)
     after = written(mini)
-    series = mini.root / "patches" / "v0.28.0"
-    for moment in range(MOMENTS):
-        shutil.rmtree(series)
+    events = 0
+    for moment in range(-1, MOMENTS):
+        shutil.rmtree(mini.root / "patches" / "v0.28.0")
         shutil.rmtree(mini.build / "rebase")
+        if moment < 0:
+            # How many moments there are, once all that stays between runs is there.
+            code, events = outside(mini, quick, -1, "0.28.0")
+            assert (code, written(mini)) == (REBASED, after)
+            continue
         code, _ = outside(mini, quick, 1 + moment * (events - 1) // (MOMENTS - 1), "0.28.0")
-        assert code == -signal.SIGKILL
+        # How many folders of git objects are removed at the end depends on the commits' ids.
+        assert code == -signal.SIGKILL or moment == MOMENTS - 1
         assert written(mini) in (before, after)
         assert run("rebase", "0.28.0").code in (REBASED, NOTHING)
         assert written(mini) == after
@@ -67,15 +71,20 @@ def test_a_rebase_that_is_killed_after_somebody_edited_it(mini: Mini, run: Run, 
     require(run("rebase", "0.28.0"), PERSON)
     (edited(mini) / "vllm" / "alpha.py").write_text(RESOLVED)
     kept = shutil.copytree(work(mini), mini.root / "kept", symlinks=True)
-    code, events = outside(mini, quick, -1, "0.28.0", "--continue")
-    assert code == REBASED
+    require(run("rebase", "0.28.0", "--continue"), REBASED)
     after = written(mini)
-    for moment in range(MOMENTS):
+    events = 0
+    for moment in range(-1, MOMENTS):
         for release in (mini.root / "patches" / "v0.28.0", mini.root / "patches" / "resolutions", work(mini)):
             shutil.rmtree(release)
         shutil.copytree(kept, work(mini), symlinks=True)
+        if moment < 0:
+            code, events = outside(mini, quick, -1, "0.28.0", "--continue")
+            assert (code, written(mini)) == (REBASED, after)
+            continue
         code, _ = outside(mini, quick, 1 + moment * (events - 1) // (MOMENTS - 1), "0.28.0", "--continue")
-        assert code == -signal.SIGKILL
+        # How many folders of git objects are removed at the end depends on the commits' ids.
+        assert code == -signal.SIGKILL or moment == MOMENTS - 1
         found = written(mini)
         assert set(found) - set(before) <= set(after)
         # Resolutions come first, each folder as a whole.

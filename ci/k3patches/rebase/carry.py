@@ -13,7 +13,8 @@ from k3patches.refresh import EXPORT
 
 MARKERS = {"<": 0, "|": 1, ">": 2}
 MARKER = re.compile(rb"^(<{7}|\|{7}|>{7}) (.*?)$", re.M)
-LONGEST_HUNK = 80
+# How many lines of a side a report shows.
+LONGEST_SIDE = 40
 NEWLINE = b"\n"
 HOW = {
     "UU": "both changed it",
@@ -95,8 +96,10 @@ def resolve(tree: Path, before: str, merged: str, mail: Path) -> bool:
     base = gitwork.write_commit(tree, merged, before, "merged", ("x", "x", "@0 +0000"))
     git("reset", "-q", "--hard", base, cwd=tree)
     try:
-        how = ("--quiet", "--keep-non-patch", "--no-gpg-sign", "--empty=keep", "--whitespace=nowarn")
-        git("am", *how, mail.resolve(), cwd=tree)
+        how = ("--quiet", "--keep-non-patch", "--no-gpg-sign", "--whitespace=nowarn")
+        # Only the message may have been changed.
+        empty = () if b"\ndiff --git " in mail.read_bytes() else ("--empty=keep",)
+        git("am", *how, *empty, mail.resolve(), cwd=tree)
     except GitError:
         if (tree / ".git" / "rebase-apply").exists():
             git("am", "--abort", cwd=tree)
@@ -152,12 +155,21 @@ def _conflict(tree: Path, path: str, letters: str, labels: Labels) -> Conflict:
         if line.startswith(f"<<<<<<< {labels.ours}"):
             start = number
         elif start and line.startswith(f">>>>>>> {labels.theirs}"):
-            hunk = lines[start - 1 : number]
-            if len(hunk) > LONGEST_HUNK:
-                hunk = [*hunk[:LONGEST_HUNK], f"... {len(hunk) - LONGEST_HUNK} more lines"]
-            hunks.append((start, "\n".join(hunk)))
+            hunks.append((start, "\n".join(_shortened(lines[start - 1 : number]))))
             start = 0
     return Conflict(path, HOW[letters].format(ours=labels.ours, theirs=labels.theirs), hunks)
+
+
+def _shortened(hunk: list[str]) -> list[str]:
+    """The hunk with the middle of each long side left out."""
+    marks = [i for i, line in enumerate(hunk) if line.startswith(("<<<<<<<", "|||||||", "=======", ">>>>>>>"))]
+    short = []
+    for start, end in zip(marks, [*marks[1:], len(hunk)], strict=True):
+        side, half = hunk[start + 1 : end], LONGEST_SIDE // 2
+        if len(side) > LONGEST_SIDE:
+            side = [*side[:half], f"... {len(side) - LONGEST_SIDE} more lines ...", *side[-half:]]
+        short += [hunk[start], *side]
+    return short
 
 
 def _renames(tree: Path, commit: Commit, before: Commit) -> dict[str, str]:

@@ -34,6 +34,11 @@ def work_tree(folder: Path, pristine: str, objects: list[Path]) -> None:
     git("reset", "-q", "--hard", pristine, cwd=folder)
 
 
+def pristine(tree: Path) -> str:
+    """The commit that everything in ``tree`` stands on."""
+    return git("rev-parse", f"{PRISTINE_TAG}^{{commit}}", cwd=tree).strip()
+
+
 def head(tree: Path) -> str:
     return git("rev-parse", "HEAD", cwd=tree).strip()
 
@@ -43,14 +48,21 @@ def tree_of(tree: Path, commit: str = "HEAD") -> str:
 
 
 def commit_of(tree: Path, commit: str = "HEAD") -> Commit:
-    shown = git("log", "-1", "--format=%H%n%T%n%an%n%ae%n%ad%n%B", "--date=raw", commit, cwd=tree)
-    id_, tree_id, name, address, date, message = shown.split("\n", 5)
-    return Commit(id_, tree_id, message.rstrip("\n") + "\n", (name, address, date))
+    return _commits(tree, "-1", commit)[0]
 
 
 def above(tree: Path, base: str) -> list[Commit]:
     """The commits from ``base``, left out, to HEAD, oldest first."""
-    return [commit_of(tree, c) for c in git("rev-list", "--reverse", f"{base}..HEAD", cwd=tree).split()]
+    return _commits(tree, "--reverse", f"{base}..HEAD")
+
+
+def _commits(tree: Path, *which: str) -> list[Commit]:
+    shown = git("log", "-z", "--format=%H%n%T%n%an%n%ae%n%ad%n%B", "--date=raw", *which, "--", cwd=tree)
+    found = []
+    for entry in filter(None, shown.split("\0")):
+        id_, content, name, address, date, message = entry.split("\n", 5)
+        found.append(Commit(id_, content, message.rstrip("\n") + "\n", (name, address, date)))
+    return found
 
 
 def write_commit(tree: Path, content: str, parent: str, message: str, author: tuple[str, str, str]) -> str:
