@@ -140,6 +140,30 @@ def test_the_index_is_asked_only_for_what_is_not_pinned(mini: Mini, run: Run, qu
     assert quick.asked == asked
 
 
+def test_contracts_run_once_on_one_content(mini: Mini, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def count(folder: Path, chosen: list[str], *args: Any, **kwargs: Any) -> Any:
+        ran.extend(chosen)
+        return run_contracts(folder, chosen, *args, **kwargs)
+
+    monkeypatch.setattr(contracts, "run", count)
+    later(mini, "0.28.0", {})
+    require(run("rebase", "0.28.0"), REBASED)
+    assert sorted(ran) == sorted([*CONTRACTS, *CONTRACTS])
+    ran.clear()
+    require(run("rebase", "0.28.0"), NOTHING)
+    assert ran == []
+    write_contracts(mini, {**CONTRACTS, "beta-fix": 'there("new") and True'})
+    require(run("rebase", "0.28.0"), NOTHING)
+    assert ran == ["beta-fix", "beta-fix"]
+    ran.clear()
+    # What contracts share counts for each of them.
+    (mini.root / "tests" / "contracts" / "conftest.py").write_text("# shared\n")
+    require(run("rebase", "0.28.0"), NOTHING)
+    assert len(ran) == 6
+
+
 def test_a_native_fix_is_dropped(mini: Mini, run: Run) -> None:
     later(mini, "0.28.0", FIXED)
     require(run("rebase", "0.28.0"), REBASED, "0001-alpha-fix.patch of vLLM 0.27.1: dropped, native")
