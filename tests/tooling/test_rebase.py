@@ -476,6 +476,9 @@ def test_commits_that_were_made_without_the_engine(mini: Mini, run: Run, tmp_pat
     commit(tree, beta, f"[Model] Add new.py\n\nA.\n\nB.\n\nC.\n\nContract: beta-fix\n{trailers}")
     alpha: dict[str, str | None] = {"vllm/alpha.py": RESOLVED, "tests/test_alpha.py": a_test("alpha")}
     commit(tree, alpha, f"[Bugfix] Mend alpha.py\n\nA.\n\nB.\n\nC.\n\nContract: alpha-fix\n{trailers}")
+    # Another release's tag beside the target's own is no hindrance.
+    git(tree, "tag", "v0.28.0", "pristine")
+    git(tree, "tag", "-f", "pristine", "HEAD")
     require(run("rebase", "0.28.0", "--take", tree), BROKEN, "lacks gamma-fix")
     require(run("rebase", "--abort"), 0)
     gamma: dict[str, str | None] = {

@@ -50,11 +50,13 @@ def _commit_pick(tree: Path) -> None:
 
 def check_takeable(other: Path, tree: Path, target: Target) -> str:
     """The tag in ``other`` that is the pristine source of ``tree``; on it must be a line of commits."""
+    source = gitwork.tree_of(tree, PRISTINE_TAG)
     try:
-        tags = [tag for tag in (PRISTINE_TAG, target.name) if tag in git("tag", cwd=other).splitlines()]
+        known = set(git("tag", cwd=other).split())
+        tags = [t for t in (PRISTINE_TAG, target.name) if t in known and gitwork.tree_of(other, t) == source]
     except GitError:
         tags = []
-    if not tags or gitwork.tree_of(other, tags[0]) != gitwork.tree_of(tree, PRISTINE_TAG):
+    if not tags:
         raise UserError(
             f"{other} has no tag '{PRISTINE_TAG}' or '{target.name}' on the source of {target.label}: "
             f"start from build/{target.name}/pristine, or another tree of exactly its files"
