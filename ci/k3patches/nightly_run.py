@@ -65,7 +65,7 @@ class Outcome:
     def report(self) -> str:
         path = self.folder / REPORT
         if not path.is_file() or path.is_symlink():
-            return "The engine left no report; its log is in the run.\n"
+            return "There is no report; the log says more.\n"
         return path.read_text(encoding="utf-8", errors="replace")
 
     def files(self) -> dict[str, bytes]:
@@ -107,6 +107,10 @@ def run(project: Project, target: Target, out: Path, options: Sequence[str], lim
     command = [str(project.root / "ci" / "rebase.sh"), *target.arguments, "--report", str(folder), *options]
     result = _result(command, project.root, limit_s)
     seconds = time.monotonic() - start
+    if result not in (Result.NOTHING, Result.ERROR) and not (folder / REPORT).is_file():
+        # So it ends where a person's edit of an earlier run waits; there is nothing new to tell.
+        click.echo(f"{target.label}: the engine left no report", err=True)
+        result = Result.ERROR
     if target.is_release and result is Result.REBASED:
         for name in folders(target):
             if (project.root / name).is_dir():

@@ -34,7 +34,8 @@ for name, content in plan.get("files", {{}}).items():
     path = root / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content)
-(report / "report.md").write_text(plan.get("report", "# What happened\\n\\nNothing of note.\\n"))
+if "report" not in plan or plan["report"]:
+    (report / "report.md").write_text(plan.get("report", "# What happened\\n\\nNothing of note.\\n"))
 (report / "report.json").write_text("{{}}")
 time.sleep(plan.get("sleep", 0))
 sys.exit(plan["code"])

@@ -142,6 +142,15 @@ def test_an_engine_that_hangs_is_ended(checkout: Checkout, monkeypatch: pytest.M
     require_error(checkout.run("rebase", "--limit", "1", NEW), f"failed for vLLM {NEW}")
 
 
+def test_an_engine_that_leaves_no_report_has_nothing_to_tell(checkout: Checkout) -> None:
+    checkout.plan({NEW: {**PERSON, "report": ""}})
+    result = checkout.run("rebase", NEW)
+    require_error(result, f"failed for vLLM {NEW}")
+    assert "left no report" in result.err
+    require_ok(checkout.run("publish"))
+    assert checkout.changes() == []
+
+
 def test_nothing_to_publish(checkout: Checkout) -> None:
     require_error(checkout.run("publish"), "no outcomes", "rebase")
 
