@@ -43,13 +43,13 @@ def served(
     backend: str = "flashinfer_trtllm",
     quantization: str | None = "modelopt_mixed",
     algorithm: str = "NVFP4",
-) -> compat.ModelOptExperts:
+) -> compat.NvFp4Experts:
     config = compat.moe_config(act, len(W13_SCALES), eplb=eplb, backend=backend)
     method = compat.Serving(folder, algorithm, quantization, user).method(config)
-    return compat.ModelOptExperts(flashinfer, config, method)
+    return compat.NvFp4Experts(flashinfer, config, method)
 
 
-def load(layer: compat.ModelOptExperts) -> None:
+def load(layer: compat.NvFp4Experts) -> None:
     config = layer.layer.moe_config
     layer.load(compat.checkpoint(config, W13_SCALES, W2_SCALES, W13_INPUT_SCALE, W2_INPUT_SCALE))
 
@@ -168,3 +168,12 @@ def test_what_these_experts_cannot_do_is_an_error(
     served(flashinfer, tmp_path, OPTION)
     with pytest.raises(ValueError, match=r"(?i)activation|moe|quantization"):
         served(flashinfer, tmp_path, user)
+
+
+def test_cached_weights_are_kept_apart(flashinfer: FakeFlashInfer, tmp_path: Path) -> None:
+    """A weight cache's daemon has processed its experts for one activation: an engine with another can't map them."""
+    if not compat.has_weight_cache():
+        pytest.skip("absent: no weight cache")
+    with_it, without, again = (compat.weight_cache_key(tmp_path, user) for user in (OPTION, None, OPTION))
+    assert with_it == again
+    assert with_it.mismatched_fields(without)

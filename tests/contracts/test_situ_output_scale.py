@@ -154,9 +154,9 @@ def test_rearranged_experts_take_their_scale_along(flashinfer: FakeFlashInfer, k
     torch.testing.assert_close(experts.quant_config.a2_gscale, a2_gscale, rtol=0, atol=0)
 
 
-def loaded(flashinfer: FakeFlashInfer, act: Act) -> compat.ModelOptExperts:
+def loaded(flashinfer: FakeFlashInfer, act: Act) -> compat.NvFp4Experts:
     config = compat.moe_config(act, len(W13_SCALES))
-    layer = compat.ModelOptExperts(flashinfer, config)
+    layer = compat.NvFp4Experts(flashinfer, config)
     layer.load(compat.checkpoint(config, W13_SCALES, W2_SCALES, 0.31, 0.0625))
     return layer
 

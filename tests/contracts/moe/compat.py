@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from pathlib import Path
 from types import SimpleNamespace
@@ -234,6 +235,16 @@ class Serving:
             return self.quant_config.get_quant_method(layer, EXPERTS)
 
 
+def accepts(user: dict[str, Any]) -> bool:
+    """Whether --quantization-config knows all that is named there."""
+    from vllm.config.quantization import QuantizationConfigArgs
+
+    try:
+        return QuantizationConfigArgs(**user) is not None
+    except ValueError:
+        return False
+
+
 def composes_online_quantization() -> bool:
     """Whether --quantization-config also quantizes what a quantized checkpoint leaves alone (from 0.31.0 on)."""
     from vllm.config.quantization import resolve_quantization_config
@@ -244,6 +255,32 @@ def composes_online_quantization() -> bool:
         return False
 
 
+def has_weight_cache() -> bool:
+    """Whether engines can map weights that a daemon has processed (from 0.30.0 on)."""
+    return importlib.util.find_spec("vllm.model_executor.model_loader.weight_cache") is not None
+
+
+def weight_cache_key(folder: Path, user: dict[str, Any] | None) -> Any:
+    """What a daemon and an engine that are given ``user`` compare before weights are mapped."""
+    from transformers import PretrainedConfig
+    from vllm.config import CacheConfig
+    from vllm.config.quantization import resolve_quantization_config
+    from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheKey
+
+    model_config = SimpleNamespace(
+        model=str(folder),
+        revision=None,
+        dtype=torch.bfloat16,
+        quantization="modelopt_mixed",
+        quantization_config=resolve_quantization_config("modelopt_mixed", user),
+        hf_config=PretrainedConfig(),
+        hf_text_config=PretrainedConfig(),
+    )
+    make = WeightCacheKey.from_model_config
+    needed = {"cache_config": CacheConfig()} if "cache_config" in inspect.signature(make).parameters else {}
+    return make(model_config, tp_size=1, tp_rank=0, **needed)
+
+
 def pretend_supported(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """Let this machine pass for one that the backend's kernels run on."""
     from vllm.model_executor.layers.fused_moe.oracle import nvfp4
@@ -252,17 +289,41 @@ def pretend_supported(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
         monkeypatch.setattr(kernel, "_supports_current_device", staticmethod(lambda: True))
 
 
-class ModelOptExperts:
-    """A layer of NVFP4 experts that ModelOpt's own method creates, loads and reloads."""
+FORMATS = ("modelopt", "compressed-tensors")
+
+
+def _modelopt_method(config: Any) -> Any:
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config, ModelOptNvFp4FusedMoE
+
+    return ModelOptNvFp4FusedMoE(ModelOptNvFp4Config(is_checkpoint_nvfp4_serialized=True, group_size=16), config)
+
+
+def nvfp4_experts(
+    monkeypatch: pytest.MonkeyPatch, flashinfer: FakeFlashInfer, checkpoint_format: str, config: Any, kernel: str
+) -> NvFp4Experts:
+    """Experts of a format, with the TRTLLM kernel that is named, whatever the config would choose."""
+    from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+    from vllm.model_executor.layers.quantization import modelopt
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w4a4_nvfp4 as compressed_tensors,
+    )
+
+    choice = NvFp4MoeBackend.FLASHINFER_TRTLLM, experts_class(kernel)
+    for module in (modelopt, compressed_tensors):
+        monkeypatch.setattr(module, "select_nvfp4_moe_backend", lambda *args, **kwargs: choice)
+    if checkpoint_format == "modelopt":
+        return NvFp4Experts(flashinfer, config, _modelopt_method(config))
+    return CompressedTensorsExperts(flashinfer, config, compressed_tensors.CompressedTensorsW4A4Nvfp4MoEMethod(config))
+
+
+class NvFp4Experts:
+    """A layer of NVFP4 experts that a quantization method, ModelOpt's by default, creates, loads and reloads."""
 
     def __init__(self, flashinfer: FakeFlashInfer, config: Any, method: Any | None = None) -> None:
-        from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config, ModelOptNvFp4FusedMoE
         from vllm.model_executor.model_loader import reload
 
         self.flashinfer = flashinfer
-        self.method = method or ModelOptNvFp4FusedMoE(
-            ModelOptNvFp4Config(is_checkpoint_nvfp4_serialized=True, group_size=16), config
-        )
+        self.method = method or _modelopt_method(config)
         self.layer = ExpertsLayer(config)
         self.layer.quant_method = self.method
         self.method.create_weights(
@@ -276,8 +337,12 @@ class ModelOptExperts:
         )
         reload.record_metadata_for_reloading(self.layer)
 
+    def stored(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """ModelOpt's tensors as this format stores them."""
+        return tensors
+
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
-        for name, tensor in tensors.items():
+        for name, tensor in self.stored(tensors).items():
             parameter = getattr(self.layer, name)
             parameter.weight_loader(parameter, tensor)
         self.method.process_weights_after_loading(self.layer)
@@ -287,10 +352,45 @@ class ModelOptExperts:
         from vllm.model_executor.model_loader import reload
 
         reload.initialize_layerwise_reload(self.layer)
-        for name, tensor in tensors.items():
+        for name, tensor in self.stored(tensors).items():
             parameter = getattr(self.layer, name)
             parameter.weight_loader(parameter, tensor)
         reload.finalize_layerwise_reload(self.layer, SimpleNamespace(dtype=torch.bfloat16))
+
+    def expert_weights(self) -> list[torch.Tensor]:
+        """What EPLB moves, one row an expert: vLLM asks for it once, after the first load."""
+        from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+        weights = RoutedExperts.get_expert_weights(self.layer)
+        return [w.view(torch.uint8) if w.element_size() == 1 else w for w in weights]
+
+    def input_global_scale(self) -> torch.Tensor | None:
+        """The scale that input is quantized with before the kernel; None where the kernel gets it unquantized."""
+        from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
+
+        seen = []
+
+        def quantize(a1: torch.Tensor, scale: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+            seen.append(scale.data)
+            return a1, None
+
+        offered = {
+            "a1": torch.zeros((TOKENS, HIDDEN), dtype=torch.bfloat16),
+            "topk_weights": torch.ones((TOKENS, TOPK)),
+            "topk_ids": torch.zeros((TOKENS, TOPK), dtype=torch.int32),
+            "router_logits": torch.zeros((TOKENS, self.layer.global_num_experts)),
+            "num_experts": self.layer.global_num_experts,
+            "expert_map": None,
+            "apply_router_weight_on_input": False,
+            "quant_config": self.experts.quant_config,
+            "defer_input_quant": self.experts.expects_unquantized_inputs,
+        }
+        prepare = self.method.moe_kernel.prepare_finalize.prepare
+        wanted = inspect.signature(prepare).parameters
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(no_dp_ep, "moe_kernel_quantize_input", quantize)
+            prepare(**{name: value for name, value in offered.items() if name in wanted})
+        return seen[0] if seen else None
 
     @property
     def experts(self) -> Any:
@@ -313,3 +413,17 @@ class ModelOptExperts:
 
     def call_kernel(self, *, quantized: bool = True) -> Call:
         return call_kernel(self.flashinfer, self.experts, self.layer, quantized=quantized)
+
+
+class CompressedTensorsExperts(NvFp4Experts):
+    """The same experts in compressed-tensors: global scales are stored as their reciprocals."""
+
+    def stored(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        experts = self.layer.local_num_experts
+        stored = {}
+        for name in ("w13", "w2"):
+            stored[f"{name}_weight_packed"] = tensors[f"{name}_weight"]
+            stored[f"{name}_weight_scale"] = tensors[f"{name}_weight_scale"]
+            stored[f"{name}_weight_global_scale"] = 1.0 / tensors[f"{name}_weight_scale_2"]
+            stored[f"{name}_input_global_scale"] = 1.0 / tensors[f"{name}_input_scale"][:experts]
+        return stored
