@@ -210,3 +210,16 @@ def test_what_a_drafter_does_not_use_is_no_fault(load: Load, drafters: dict[str,
     drafter = load(whole.changed({name: torch.ones(4)}))
     drafter.allocate(BLOCKS)
     assert_right(drafter, whole, 5, seed=1)
+
+
+def test_a_confidence_head_is_read_by_a_drafter_that_has_one(load: Load) -> None:
+    whole = Drafter.random(replace(GEOMETRY, confidence=True), 1)
+    names = [name for name in whole.tensors if name.startswith("confidence_head.")]
+    head = getattr(load(whole).model.model, "confidence_head", None)
+    if head is None:  # to other releases its tensors are training's, and no fault
+        return
+    for name in names:
+        assert torch.equal(head.get_parameter(name.removeprefix("confidence_head.")), whole.tensors[name])
+        with refuses() as refused:
+            load(whole.changed({name: None}))
+        assert_named(refused.value, name)

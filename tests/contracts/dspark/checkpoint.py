@@ -35,6 +35,7 @@ class Geometry:
     vocab: int = 256
     epsilon: float = 1e-5
     theta: float = 50000.0
+    confidence: bool = False  # whether it has a head that predicts acceptance
 
     @property
     def latent(self) -> int:
@@ -83,6 +84,8 @@ class Geometry:
             "markov_rank": 8,
             "block_size": 4,
             "n_predict": 4,
+            "enable_confidence_head": self.confidence,
+            "confidence_head_with_markov": self.confidence,
         }
 
 
@@ -141,6 +144,9 @@ class Drafter:
             ("markov_head.markov_w2.weight", (geometry.vocab, 8)),
         ):
             made.tensors[name] = torch.randn(shape, generator=generator).bfloat16()
+        if geometry.confidence:
+            made.tensors["confidence_head.proj.weight"] = torch.randn(1, geometry.hidden + 8, generator=generator)
+            made.tensors["confidence_head.proj.bias"] = torch.randn(1, generator=generator)
         return made
 
     @staticmethod
