@@ -6,10 +6,8 @@ import errno
 import functools
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,8 @@ from k3patches.rebase.command import rebase_command
 from k3patches.rebase.replay import replay_command
 from k3patches.series import Patch
 from k3patches.source import Folder, GitCommit, Sdist, Source
+from k3patches.status import findings
+from k3patches.status_cli import table_command
 from k3patches.wheels import Official, SourceBuild
 
 FILE = click.Path(path_type=Path)
@@ -314,12 +314,9 @@ def refresh_command(release: str | None, git_tree: Path) -> None:
 @BASE_OPTION
 @_input_options(wheel=False)
 @click.option("--fix", "chosen", multiple=True, metavar="ID", help="Only this fix; may be repeated.")
-@click.option("--prefixes", is_flag=True, help="Also run each patch's contracts on the series up to that patch.")
 @click.option("--python", default=sys.executable, help="Interpreter that has torch and vLLM's requirements.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def contracts_command(
-    release: str | None, inputs: Inputs, chosen: Sequence[str], prefixes: bool, python: str, as_json: bool
-) -> None:
+def contracts_command(release: str | None, inputs: Inputs, chosen: Sequence[str], python: str, as_json: bool) -> None:
     """Run the contracts on the pristine and the patched tree, side by side.
 
     \b
@@ -343,15 +340,7 @@ def contracts_command(
             click.echo(contracts.to_json(verdicts))
         else:
             contracts.show(verdicts, Console(markup=False))
-        named = {fix for patch in patches for fix in patch.contracts}
-        wrong = [f"{v.fix} is broken" for v in verdicts if v.state is contracts.State.BROKEN]
-        wrong += [
-            f"{v.fix} holds without its patch"
-            for v in verdicts
-            if v.fix in named and v.state in (contracts.State.NATIVE, contracts.State.ABSENT)
-        ]
-        if prefixes:
-            wrong += _prefix_failures(project, base, source, patches, chosen, python)
+    wrong = findings(verdicts, base, patches)
     if wrong:
         raise UserError(f"vLLM {base.release}: {'; '.join(wrong)}; run pytest tests/contracts on that tree for details")
 
@@ -370,27 +359,7 @@ def patch_tests_command(release: str | None, python: str) -> None:
 
 cli.add_command(rebase_command)
 cli.add_command(replay_command)
-
-
-def _prefix_failures(
-    project: Project, base: Base, source: Source, patches: Sequence[Patch], chosen: Sequence[str], python: str
-) -> list[str]:
-    def failures(end: int) -> list[str]:
-        patch, prefix = patches[end - 1], project.build_dir(base.release) / f"prefix-{end:04d}"
-        fixes = [fix for fix in patch.contracts if fix in chosen]
-        if not fixes:
-            return []
-        tree.apply(base, source, patches[:end], prefix)
-        outcomes = contracts.run(_contracts(project), fixes, prefix, python)
-        shutil.rmtree(prefix)
-        for fix, outcome in outcomes.items():
-            click.echo(f"  up to {patch.number}: {fix}: {outcome}", err=True)
-        failed = [fix for fix, outcome in outcomes.items() if not outcome.holds]
-        return [f"{fix} does not hold with the series up to {patch.name}" for fix in failed]
-
-    # The last prefix is the whole series, which has been run already.
-    with ThreadPoolExecutor(contracts.PARALLEL) as pool:
-        return [failure for found in pool.map(failures, range(1, len(patches))) for failure in found]
+cli.add_command(table_command)
 
 
 def _open(release: str | None) -> tuple[Project, Base, list[Patch]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import json
+import os
 import subprocess
 import tempfile
 from collections import Counter
@@ -16,11 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 from k3patches.errors import UserError
+from k3patches.skips import ABSENT, NOT_RUN
 
-# The start of the reason with which a contract skips where its feature does not exist.
-ABSENT = "absent:"
 # pytest runs at a time; each takes about 2 GiB.
 PARALLEL = 2
+# Has glibc keep what tensors free; to give every one back and get it anew takes a fifth of the time.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 
 
 class State(str, enum.Enum):
@@ -34,12 +37,16 @@ class State(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one tree does in one contract; ``skipped`` counts tests that did not run for another reason than absence."""
+    """How one tree does in one contract; ``skipped`` counts tests that did not run for another reason than absence.
+
+    ``not_run`` counts those after the first failure, where that was to end it: the other counts are lower bounds then.
+    """
 
     passed: int = 0
     failed: int = 0
     absent: int = 0
     skipped: int = 0
+    not_run: int = 0
 
     @property
     def holds(self) -> bool:
@@ -50,7 +57,8 @@ class Outcome:
         return self.absent > 0 and self.passed + self.failed + self.skipped == 0
 
     def __str__(self) -> str:
-        return ", ".join(f"{n} {word}" for word, n in asdict(self).items() if n) or "nothing ran"
+        told = [f"{n} {word.replace('_', ' ')}" for word, n in asdict(self).items() if n]
+        return ("at least " if self.not_run else "") + (", ".join(told) or "nothing ran")
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,15 @@ def contract_file(fix: str) -> str:
     return f"test_{fix.replace('-', '_')}.py"
 
 
+def digest(folder: Path) -> str:
+    """A checksum of all contracts and of the code that they share."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        found.update(f"{path.relative_to(folder).as_posix()} {content}\n".encode())
+    return found.hexdigest()
+
+
 def compare(folder: Path, chosen: Sequence[str], pristine: Path, patched: Path, python: str) -> list[Verdict]:
     """Run the contracts of the ``chosen`` fixes on both trees, side by side."""
     with ThreadPoolExecutor(PARALLEL) as pool:
@@ -87,20 +104,40 @@ def compare(folder: Path, chosen: Sequence[str], pristine: Path, patched: Path, 
     return [Verdict(fix, before[fix], after[fix]) for fix in chosen]
 
 
-def run(folder: Path, chosen: Sequence[str], tree: Path, python: str) -> dict[str, Outcome]:
-    """Run the contracts of the ``chosen`` fixes on one tree, in a process of its own."""
+def run(
+    folder: Path,
+    chosen: Sequence[str],
+    tree: Path,
+    python: str,
+    *,
+    jobs: int = 1,
+    stop_at_first_failure: bool = False,
+    output: Path | None = None,
+) -> dict[str, Outcome]:
+    """Run the contracts of the ``chosen`` fixes on one tree, in ``jobs`` processes of their own.
+
+    ``stop_at_first_failure`` ends each contract there, which is enough to know that it does not hold.
+    What pytest prints goes to ``output``.
+    """
     files = {fix: folder / contract_file(fix) for fix in chosen}
     for fix, file in files.items():
         if not file.is_file():
             raise UserError(f"no contract {file.name} for {fix}: the known fixes are {', '.join(fixes(folder))}")
+    if not files:
+        return {}
     with tempfile.TemporaryDirectory() as scratch:
-        log, output = Path(scratch) / "log", Path(scratch) / "output"
+        log, output = Path(scratch) / "log", output or Path(scratch) / "output"
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--report-log={log}", "--tree", str(tree)]
+        # Tests are told apart by their file's name below it. Short tracebacks, as hundreds fail on a pristine tree.
+        command += [f"--rootdir={folder}", "--tb=short"]
+        command += ["--first-failure"] if stop_at_first_failure else []
+        command += ["-n", str(min(jobs, len(files))), "--dist", "loadfile"] if jobs > 1 else []
         with output.open("w") as out:
-            done = subprocess.run([*command, *map(str, files.values())], stdout=out, stderr=out, check=False)
-        # 0: all passed, 1: some failed; anything else means that pytest itself could not do its work.
-        if done.returncode not in (0, 1, 2) or not log.is_file():
-            raise UserError(f"the contracts did not run on {tree}:\n{output.read_text()[-4000:]}")
+            command += map(str, files.values())
+            done = subprocess.run(command, env=os.environ | MALLOC, stdout=out, stderr=out, check=False)
+        # 0: all passed, 1: some failed, 2: some could not be collected, 5: there were none; else pytest could not work.
+        if done.returncode not in (0, 1, 2, 5) or not log.is_file():
+            raise UserError(f"the contracts did not run on {tree}:\n{output.read_text(errors='replace')[-4000:]}")
         entries = [json.loads(line) for line in log.read_text().splitlines()]
     counts: dict[str, Counter[str]] = {file.name: Counter() for file in files.values()}
     for entry in entries:
@@ -108,6 +145,13 @@ def run(folder: Path, chosen: Sequence[str], tree: Path, python: str) -> dict[st
         if (kind := _kind(entry)) and name in counts:
             counts[name][kind] += 1
     return {fix: Outcome(**counts[file.name]) for fix, file in files.items()}
+
+
+def failures(output: Path, fix: str, limit: int = 5) -> list[str]:
+    """The first lines with which pytest, in ``output``, closes on the failures of a fix's contract."""
+    lines = output.read_text(errors="replace").splitlines() if output.is_file() else []
+    name = contract_file(fix)
+    return [line for line in lines if line.startswith(("FAILED ", "ERROR ")) and name in line][:limit]
 
 
 def to_json(verdicts: Sequence[Verdict]) -> str:
@@ -138,4 +182,5 @@ def _kind(entry: dict[str, object]) -> str | None:
 def _skip(entry: dict[str, object]) -> str:
     # pytest writes (file, line, "Skipped: reason").
     reason = str(entry["longrepr"][-1]) if isinstance(entry.get("longrepr"), list) else ""  # type: ignore[index]
-    return "absent" if reason.removeprefix("Skipped: ").startswith(ABSENT) else "skipped"
+    reason = reason.removeprefix("Skipped: ")
+    return "not_run" if reason == NOT_RUN else "absent" if reason.startswith(ABSENT) else "skipped"

@@ -1,4 +1,4 @@
-"""The pytest plugin that adds ``--tree``.
+"""The pytest plugin that adds the contracts' options.
 
 It is registered when the package is installed, not from tests/contracts/conftest.py: pytest takes
 the value of an option that it does not know yet for a folder of tests, and would load the conftest
@@ -11,6 +11,25 @@ from pathlib import Path
 
 import pytest
 
+from k3patches.skips import NOT_RUN
+
+
+class FirstFailures:
+    """Skips what follows the first failure in a file."""
+
+    def __init__(self) -> None:
+        self.failed: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.add(_file(report.nodeid))
+
+    # Before fixtures are made; leaving the test out altogether would leave the previous one's standing.
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if _file(item.nodeid) in self.failed:
+            pytest.skip(NOT_RUN)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -20,3 +39,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="PATH",
         help="contracts: the unpacked vLLM source tree to test (default: the patched tree of the default base)",
     )
+    parser.addoption(
+        "--first-failure",
+        action="store_true",
+        help="contracts: leave a file at its first failure and go on with the next (with xdist: --dist loadfile)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--first-failure"):
+        config.pluginmanager.register(FirstFailures(), "k3-first-failures")
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
