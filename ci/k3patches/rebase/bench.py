@@ -6,7 +6,6 @@ import hashlib
 import json
 import subprocess
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -33,37 +32,40 @@ class Bench:
     def fixes(self) -> list[str]:
         return contracts.fixes(self.folder)
 
-    def run(self, tree: Path, fixes: Sequence[str]) -> dict[str, Outcome]:
-        """How ``tree``, which is a clean git work tree, does in the contracts of ``fixes``."""
+    def run(self, tree: Path, fixes: Sequence[str], output: Path, in_short: bool = False) -> dict[str, Outcome]:
+        """How ``tree``, which is a clean git work tree, does in the contracts of ``fixes``.
+
+        ``in_short`` ends a contract at its first failure; what pytest prints goes to ``output``.
+        """
         content = gitwork.tree_of(tree)
-        known = {fix: outcome for fix in fixes if (outcome := self._recall(content, fix))}
+        known = {fix: outcome for fix in fixes if (outcome := self._recall(content, fix, in_short))}
         todo = [fix for fix in fixes if fix not in known]
+        jobs = contracts.PARALLEL
         try:
-            known |= self._run(tree, todo)
+            known |= contracts.run(
+                self.folder, todo, tree, self.python, jobs=jobs, stop_at_first_failure=in_short, output=output
+            )
         except UserError as e:
             raise Broken(f"{e.message}; the contracts cannot run there, so nothing is known of any fix") from None
         for fix in todo:
-            path = self._place(content, fix)
+            # Where nothing failed, nothing was cut short.
+            path = self._place(content, fix, in_short and known[fix].failed > 0)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(asdict(known[fix])))
         return {fix: known[fix] for fix in fixes}
 
-    def _run(self, tree: Path, fixes: Sequence[str]) -> dict[str, Outcome]:
-        parts = [part for part in (fixes[i :: contracts.PARALLEL] for i in range(contracts.PARALLEL)) if part]
-        with ThreadPoolExecutor(contracts.PARALLEL) as pool:
-            found = pool.map(lambda part: contracts.run(self.folder, part, tree, self.python), parts)
-            return {fix: outcome for outcomes in found for fix, outcome in outcomes.items()}
+    def _recall(self, content: str, fix: str, in_short: bool) -> Outcome | None:
+        for short in (False, True)[: 1 + in_short]:
+            try:
+                return None if self.fresh else Outcome(**json.loads(self._place(content, fix, short).read_text()))
+            except (OSError, ValueError, TypeError):
+                continue
+        return None
 
-    def _recall(self, content: str, fix: str) -> Outcome | None:
-        try:
-            return None if self.fresh else Outcome(**json.loads(self._place(content, fix).read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
-
-    def _place(self, content: str, fix: str) -> Path:
+    def _place(self, content: str, fix: str, in_short: bool) -> Path:
         own = (self.folder / contracts.contract_file(fix)).read_bytes()
         digest = hashlib.sha256(self._shared + own).hexdigest()[:40]
-        return self.memory / content / f"{fix}-{digest}.json"
+        return self.memory / content / f"{fix}-{digest}{'-short' if in_short else ''}.json"
 
     @cached_property
     def _shared(self) -> bytes:

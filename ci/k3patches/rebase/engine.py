@@ -12,7 +12,7 @@ from typing import NoReturn
 from filelock import FileLock, Timeout
 
 from k3patches import base as bases
-from k3patches import release, series
+from k3patches import contracts, release, series
 from k3patches.base import Base
 from k3patches.contracts import Outcome
 from k3patches.errors import UserError
@@ -59,6 +59,7 @@ class Rebase:
         self.root = project.root / "build" / "rebase"
         self.folder = self.root / target.name
         self.tree, self.pristine = self.folder / "tree", self.folder / "pristine"
+        self.log = self.folder / "contracts.log"
         self.store = Store(self.root)
         self.bench = Bench(
             project.root / "tests" / "contracts", options.python, self.root / "outcomes", fresh=options.fresh
@@ -187,7 +188,7 @@ class Rebase:
     def _decide(self) -> tuple[set[str], dict[str, Outcome]]:
         """Run all contracts on the pristine target: the fixes that it lacks, and how each did."""
         with self.progress.step(f"contracts on pristine {self.target.label}"):
-            outcomes = self.bench.run(self.pristine, self.bench.fixes)
+            outcomes = self.bench.run(self.pristine, self.bench.fixes, self.log, in_short=True)
         failing = {fix for fix, o in outcomes.items() if not o.holds and not o.is_absent}
         self.report.fixes = [
             Fix(fix, str(o), "" if fix in failing else "native" if o.holds else "absent")
@@ -309,7 +310,7 @@ class Rebase:
     def _check(self, commits: Sequence[Commit], before: Mapping[str, Outcome]) -> None:
         """Run all contracts on the carried series: each must hold, or be absent."""
         with self.progress.step(f"contracts on {self.target.label} with {len(commits)} patches"):
-            after = self.bench.run(self.tree, self.bench.fixes)
+            after = self.bench.run(self.tree, self.bench.fixes, self.log)
         patched = {fix for c in commits for fix in messages.ids(c.message, CONTRACT)}
         for fix in self.report.fixes:
             outcome = after[fix.fix]
@@ -320,6 +321,8 @@ class Rebase:
                 fix.state = "needs a person" if fix.fix in patched or before[fix.fix].holds else "broken"
             else:
                 fix.state = "absent" if before[fix.fix].is_absent else "needs a person"
+            if fix.state in ("needs a person", "broken"):
+                fix.told = contracts.failures(self.log, fix.fix)
         useless = [f.fix for f in self.report.fixes if f.state == "needs a person"]
         alone = [f.fix for f in self.report.fixes if f.state == "broken"]
         self._tell_carried()
@@ -380,7 +383,8 @@ class Rebase:
         (self.folder / state.FILE).unlink()
         for path in (self.tree, self.pristine, self.folder / "scratch"):
             shutil.rmtree(path, ignore_errors=True)
-        (self.folder / bases.FILE).unlink(missing_ok=True)
+        for file in (self.folder / bases.FILE, self.log):
+            file.unlink(missing_ok=True)
         return Result.NOTHING_TO_DO if same else Result.REBASED
 
     def _tell_how(self, recorded: Mapping[str, bytes]) -> None:

@@ -25,13 +25,17 @@ HOW = {
 
 @dataclass
 class Fix:
-    """A row of the table: the contract's outcome on both trees, the state, and since when it needs no patch."""
+    """A row of the table: the contract's outcome on both trees, the state, and since when it needs no patch.
+
+    ``told`` is what pytest says of a contract that does not hold.
+    """
 
     fix: str
     pristine: str
     state: str
     patched: str = ""
     since: str = ""
+    told: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,8 @@ class Report:
             for fix in self.fixes:
                 state = f"{fix.state} since {fix.since}" if fix.since else fix.state
                 yield f"| `{fix.fix}` | {state} | {fix.pristine} | {fix.patched} |"
+            for told in (told for fix in self.fixes for told in fix.told):
+                yield from ("", f"- {told}")
         if self.carried or self.dropped or self.pending:
             yield from ("", "## Patches", "")
             for patch in self.carried:
