@@ -98,6 +98,12 @@ def test_a_merged_layer_with_every_shard_listed_is_block_fp8(config: VllmConfig,
     assert is_block_fp8(built.layer)
 
 
+def test_attention_whose_values_are_its_keys_needs_no_v_proj(config: VllmConfig) -> None:
+    names = ("q_proj", "k_proj")
+    listed = quantization_config({f"model.{ATTENTION}{name}": ALGORITHM for name in names})
+    assert is_block_fp8(merged(config, listed, f"model.{ATTENTION}qkv_proj", 3).layer)
+
+
 @pytest.mark.parametrize("layer", AMD_MERGED)
 def test_a_merged_layer_of_amds_model_is_block_fp8(config: VllmConfig, layer: str) -> None:
     # ROCm takes mixed ModelOpt checkpoints too, and has a model of its own.
