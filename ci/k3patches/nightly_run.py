@@ -151,4 +151,11 @@ def _result(command: list[str], cwd: Path, limit_s: float) -> Result:
         finally:
             if engine.poll() is None:
                 os.killpg(engine.pid, signal.SIGKILL)
-    return Result(code) if code in {r.value for r in Result} else Result.ERROR
+    if code in {r.value for r in Result}:
+        return Result(code)
+    # It had no word of its own to say: out of memory, say.
+    how = (
+        f"by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"with exit code {code}, which means nothing"
+    )
+    click.echo(f"ended {how}: {' '.join(command)}", err=True)
+    return Result.ERROR

@@ -20,7 +20,7 @@ from miniature import SDIST, Mini, Result, git, sdist_bytes
 # The interface of ci/rebase.sh: TARGET [--git URL] --report FOLDER, and its exit codes.
 ENGINE = """\
 #!{python}
-import json, sys, time
+import json, os, sys, time
 from pathlib import Path
 
 root = Path(__file__).resolve().parents[1]
@@ -38,6 +38,8 @@ if "report" not in plan or plan["report"]:
     (report / "report.md").write_text(plan.get("report", "# What happened\\n\\nNothing of note.\\n"))
 (report / "report.json").write_text("{{}}")
 time.sleep(plan.get("sleep", 0))
+if plan["code"] < 0:
+    os.kill(os.getpid(), -plan["code"])
 sys.exit(plan["code"])
 """
 IGNORED = ("__pycache__/", "/build/", "/cache/", "/dist/", "/engine.*", "/files/", "/upstream/")

@@ -142,6 +142,14 @@ def test_an_engine_that_hangs_is_ended(checkout: Checkout, monkeypatch: pytest.M
     require_error(checkout.run("rebase", "--limit", "1", NEW), f"failed for vLLM {NEW}")
 
 
+@pytest.mark.parametrize(("code", "how"), [(-9, "by signal 9 (Killed)"), (77, "with exit code 77")])
+def test_an_engine_that_ends_without_a_word_is_told_of(checkout: Checkout, code: int, how: str) -> None:
+    checkout.plan({NEW: {"code": code}})
+    result = checkout.run("rebase", NEW)
+    require_error(result, f"failed for vLLM {NEW}")
+    assert f"ended {how}" in result.err
+
+
 def test_an_engine_that_leaves_no_report_has_nothing_to_tell(checkout: Checkout) -> None:
     checkout.plan({NEW: {**PERSON, "report": ""}})
     result = checkout.run("rebase", NEW)
