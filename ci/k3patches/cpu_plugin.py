@@ -8,9 +8,10 @@ import torch
 
 
 def pytest_configure() -> None:
-    # Upstream's fixtures empty the accelerator's cache after every test, which torch refuses where there is none.
+    # Upstream's fixtures empty the accelerator's caches after every test, which torch refuses where there is none.
     if not torch.accelerator.is_available():
         torch.accelerator.empty_cache = lambda: None
+        torch.accelerator.empty_host_cache = lambda: None
 
 
 def pytest_collection_finish() -> None:
