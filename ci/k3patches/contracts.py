@@ -131,7 +131,9 @@ def run(
         # Tests are told apart by their file's name below it. Short tracebacks, as hundreds fail on a pristine tree.
         command += [f"--rootdir={folder}", "--tb=short"]
         command += ["--first-failure"] if stop_at_first_failure else []
-        command += ["-n", str(min(jobs, len(files))), "--dist", "loadfile"] if jobs > 1 else []
+        # A single one is quicker without a process to hand it out.
+        jobs = min(jobs, len(files))
+        command += ["-n", str(jobs), "--dist", "loadfile"] if jobs > 1 else []
         with output.open("w") as out:
             command += map(str, files.values())
             done = subprocess.run(command, env=os.environ | MALLOC, stdout=out, stderr=out, check=False)
