@@ -34,7 +34,8 @@ class Base:
 
     ``released`` dates everything that a build makes, so that nothing depends on today.
     ``wheels`` is keyed by machine (``x86_64``, ``aarch64``).
-    ``torch`` is the version that the release pins, and that the contracts run on.
+    ``torch`` is the version that the release pins.  The contracts of all bases run on one torch, that of the test
+    environment, which is the default base's and not always this one.
     ``native`` and ``absent`` map a fix that has no patch here to the release since which that is so.
     """
 
