@@ -49,6 +49,11 @@ class Outcome:
     not_run: int = 0
 
     @property
+    def ran(self) -> bool:
+        """Whether there was any test; a contract without one says nothing, not even that it does not hold."""
+        return self != Outcome()
+
+    @property
     def holds(self) -> bool:
         return self.passed > 0 and self.failed == 0 and self.skipped == 0
 
@@ -71,6 +76,8 @@ class Verdict:
 
     @property
     def state(self) -> State:
+        if not self.pristine.ran:
+            return State.BROKEN
         if self.patched.is_absent:
             return State.ABSENT
         if not self.patched.holds:
@@ -129,7 +136,8 @@ def run(
         log, output = Path(scratch) / "log", output or Path(scratch) / "output"
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--report-log={log}", "--tree", str(tree)]
         # Tests are told apart by their file's name below it. Short tracebacks, as hundreds fail on a pristine tree.
-        command += [f"--rootdir={folder}", "--tb=short"]
+        # A contract that cannot be imported is a failure of that one alone.
+        command += [f"--rootdir={folder}", "--tb=short", "--continue-on-collection-errors"]
         command += ["--first-failure"] if stop_at_first_failure else []
         # A single one is quicker without a process to hand it out.
         jobs = min(jobs, len(files))

@@ -57,6 +57,10 @@ def install() -> None:
     contracts.run = run_contracts
 
 
+class NothingRan(Exception):
+    """What ``nothing_ran()`` in a contract raises."""
+
+
 class Absent(Exception):
     """What ``absent()`` in a contract raises."""
 
@@ -76,11 +80,17 @@ def _outcome(text: str, tree: Path) -> Outcome:
     def absent() -> bool:
         raise Absent
 
+    def nothing_ran() -> bool:
+        raise NothingRan
+
     def cannot_run() -> bool:
         raise UserError(f"the contracts did not run on {tree}")
 
     try:
-        holds = eval(text, {"there": there, "call": call, "absent": absent, "cannot_run": cannot_run})
+        named = (there, call, absent, nothing_ran, cannot_run)
+        holds = eval(text, {function.__name__: function for function in named})
+    except NothingRan:
+        return Outcome()
     except Absent:
         return Outcome(absent=1)
     except SyntaxError:

@@ -441,6 +441,27 @@ def test_a_fault_that_no_patch_is_for(mini: Mini, run: Run) -> None:
     assert names(mini, "0.29.0") == [*PATCHES, "0004-new-fix.patch"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nothing_ran()",
+        # Only with the patches, or only without them.
+        'call("gamma", name="b") == -97 and nothing_ran()',
+        'call("gamma", name="b") != -97 and nothing_ran()',
+    ],
+)
+def test_a_contract_of_which_no_test_ran_says_nothing(mini: Mini, run: Run, text: str) -> None:
+    """It is no fix that the target lacks, and no patch is to blame."""
+    later(mini, "0.28.0", {})
+    write_contracts(mini, {**CONTRACTS, "beta-fix": text})
+    before = written(mini)
+    require(run("rebase", "0.28.0"), BROKEN, "no test of test_beta_fix.py ran there", "mend the contract")
+    assert report(mini)["result"] == "broken"
+    assert written(mini) == before
+    write_contracts(mini, CONTRACTS)
+    require(run("rebase", "0.28.0"), REBASED)
+
+
 def test_contracts_that_cannot_run(mini: Mini, run: Run) -> None:
     write_contracts(mini, {**CONTRACTS, "beta-fix": "cannot_run()"})
     later(mini, "0.28.0", {})

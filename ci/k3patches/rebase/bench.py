@@ -47,6 +47,9 @@ class Bench:
             )
         except UserError as e:
             raise Broken(f"{e.message}; the contracts cannot run there, so nothing is known of any fix") from None
+        if empty := [fix for fix in fixes if not known[fix].ran]:
+            names = ", ".join(map(contracts.contract_file, empty))
+            raise Broken(f"no test of {names} ran there, so nothing is known of {', '.join(empty)}: mend the contract")
         for fix in todo:
             # Where nothing failed, nothing was cut short.
             path = self._place(content, fix, in_short and known[fix].failed > 0)
