@@ -57,8 +57,9 @@ def find_command(upstream: str, as_json: bool) -> None:
 def rebase_command(upstream: str, out: Path | None, limit: int, python: str | None, names: Sequence[str]) -> None:
     """Run the engine for all that find prints, or for the TARGETs: releases, or main.
 
-    Each target's report, and the series where it is a release, lie in a folder of its name afterwards.
-    That a person is needed is a result and no failure; exit code 1 says that the engine itself failed.
+    Each target's report, and the series and its status where it is a release, lie in a folder of its name
+    afterwards.  That a person is needed is a result and no failure; exit code 1 says that the engine itself, or
+    ci/status.sh after it, failed.
     """
     project = Project.find()
     out = out or project.root / "build" / "nightly"
@@ -73,7 +74,7 @@ def rebase_command(upstream: str, out: Path | None, limit: int, python: str | No
     _summarize(outcomes)
     failed = [o.target.label for o in outcomes if o.result is Result.ERROR]
     if failed:
-        raise UserError(f"the engine failed for {', '.join(failed)}: see its messages above")
+        raise UserError(f"the engine or its measuring failed for {', '.join(failed)}: see the messages above")
 
 
 @cli.command("publish")

@@ -7,11 +7,13 @@ somebody pushed to is not overwritten, and what somebody turned down is not aske
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 import click
 
+from k3patches import nightly_status
 from k3patches import nightly_text as text
 from k3patches.errors import UserError
 from k3patches.git import IDENTITY, git
@@ -37,7 +39,12 @@ class Publisher:
     def publish(self, outcome: Outcome) -> None:
         target = outcome.target
         if outcome.result is Result.REBASED and target.is_release:
-            where = self._pull_request(outcome)
+            commit, broken = self._commit(outcome)
+            if not commit:
+                click.echo(f"{target.label}: {'; '.join(broken)}: an issue and no pull request")
+                self._issue(outcome, broken)
+                return
+            where = self._pull_request(outcome, commit)
             self._settle(target, f"The series carries over now: {where}" if where else "The series carries over now.")
         elif outcome.result in (Result.REBASED, Result.NOTHING):
             self._settle(target, "The series carries over now.")
@@ -52,9 +59,9 @@ class Publisher:
         for release in self.project.releases:
             self._settle(Target(release), f"patches/v{release} is there now.")
 
-    def _issue(self, outcome: Outcome) -> None:
+    def _issue(self, outcome: Outcome, broken: Sequence[str] = ()) -> None:
         target = outcome.target
-        title, body = text.issue_title(target), text.issue_body(outcome)
+        title, body = text.issue_title(target), text.issue_body(outcome, broken)
         issue = self._issue_of(target)
         if issue is None:
             self.host.open_issue(title, body, LABEL)
@@ -77,8 +84,8 @@ class Publisher:
         ]
         return next((issue for issue in mine if issue.open), mine[-1] if mine else None)
 
-    def _pull_request(self, outcome: Outcome) -> str | None:
-        """Open or update the pull request; how it is called, or ``None`` where a person has the say."""
+    def _pull_request(self, outcome: Outcome, commit: str) -> str | None:
+        """Open or update the pull request for ``commit``; how it is called, or ``None`` where a person has the say."""
         target = outcome.target
         branch = f"k3-rebase/v{target.name}"
         pull = next(iter(self.host.pull_requests(branch)), None)
@@ -89,7 +96,6 @@ class Publisher:
         if head and not self._ours(head):
             click.echo(f"{target.label}: {branch} has commits of a person's and stays as it is")
             return None
-        commit = self._commit(outcome)
         if not head or not self._same(head, commit):
             self.host.push(commit, branch, head)
             self.host.start(WORKFLOW, branch)
@@ -99,8 +105,11 @@ class Publisher:
             return f"#{pull.number}"
         return self.host.open_pull_request(branch, self._branch(), title, body)
 
-    def _commit(self, outcome: Outcome) -> str:
-        """Commit what the engine wrote on top of this checkout's commit, without touching the checkout."""
+    def _commit(self, outcome: Outcome) -> tuple[str | None, list[str]]:
+        """Commit what the engine wrote, and the status of it, on top of this checkout's commit.
+
+        The checkout itself stays as it is.  Where the status has a broken cell, there is no commit but a word on each.
+        """
         root, tree = self.project.root, self.project.root / "build" / "nightly-tree"
         files = outcome.files()
         if f"patches/v{outcome.target.name}/series" not in files:
@@ -116,9 +125,11 @@ class Publisher:
                 path = tree / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
-            git("add", "-A", "-f", "patches", cwd=tree)
+            if broken := nightly_status.add(tree, outcome.target.name, outcome.folder):
+                return None, broken
+            git("add", "-A", "-f", "patches", nightly_status.README, cwd=tree)
             git("commit", "-q", "--no-verify", "-m", text.commit_message(outcome.target), cwd=tree, date=date)
-            return git("rev-parse", "HEAD", cwd=tree).strip()
+            return git("rev-parse", "HEAD", cwd=tree).strip(), []
         finally:
             git("worktree", "remove", "--force", tree, cwd=root)
 
@@ -130,9 +141,11 @@ class Publisher:
     def _same(self, head: str, commit: str) -> bool:
         """Whether two commits make the same change; that the checkout went on is no reason to push again."""
 
-        def change(of: str) -> str:
+        def change(of: str) -> list[str]:
             start = git("merge-base", "HEAD", of, cwd=self.project.root).strip()
-            return git("diff", "--raw", "--no-abbrev", "--no-renames", start, of, cwd=self.project.root)
+            told = git("diff", "--unified=0", "--text", "--no-renames", start, of, cwd=self.project.root)
+            # Where in README.md the table stands, and what else is in there, is none of it.
+            return [line for line in told.split("\n") if not line.startswith(("@@ ", "index "))]
 
         return change(head) == change(commit)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import click
 from packaging.version import Version
 
+from k3patches import nightly_status
 from k3patches.errors import UserError
 from k3patches.nightly_find import BRANCH, Target
 from k3patches.project import Project
@@ -45,7 +46,7 @@ class Result(enum.Enum):
     def words(self) -> str:
         return {
             Result.REBASED: "rebased",
-            Result.ERROR: "the engine failed",
+            Result.ERROR: "failed",
             Result.NOTHING: "nothing to do",
             Result.PERSON: "needs a person",
             Result.BROKEN: "broken",
@@ -54,7 +55,10 @@ class Result(enum.Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a target; ``folder`` holds the report, and below :data:`FILES` what the engine wrote."""
+    """What became of a target.
+
+    ``folder`` holds the report, below :data:`FILES` what the engine wrote, and the status that was measured of it.
+    """
 
     target: Target
     result: Result
@@ -99,14 +103,16 @@ def belongs(name: str, target: Target) -> bool:
 
 
 def run(project: Project, target: Target, out: Path, options: Sequence[str], limit_s: float) -> Outcome:
-    """Run ci/rebase.sh for ``target``, with ``options`` for it, and fill ``out/NAME``, which is written anew."""
+    """Run ci/rebase.sh for ``target``, and ci/status.sh for what it wrote; fill ``out/NAME``, which is made anew.
+
+    Both take ``options``, and ``limit_s`` for the two.
+    """
     folder = out / target.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     start = time.monotonic()
     command = [str(project.root / "ci" / "rebase.sh"), *target.arguments, "--report", str(folder), *options]
     result = _result(command, project.root, limit_s)
-    seconds = time.monotonic() - start
     if result not in (Result.NOTHING, Result.ERROR) and not (folder / REPORT).is_file():
         # So it ends where a person's edit of an earlier run waits; there is nothing new to tell.
         click.echo(f"{target.label}: the engine left no report", err=True)
@@ -115,6 +121,13 @@ def run(project: Project, target: Target, out: Path, options: Sequence[str], lim
         for name in folders(target):
             if (project.root / name).is_dir():
                 shutil.copytree(project.root / name, folder / FILES / name, symlinks=True)
+        measure = nightly_status.command(project.root, target.name, folder, options)
+        # That a cell is broken is for the publishing step to tell; here it matters that there is a table.
+        _result(measure, project.root, limit_s - (time.monotonic() - start))
+        if not (folder / nightly_status.FILE).is_file():
+            click.echo(f"{target.label}: the series is written, but its status could not be measured", err=True)
+            result = Result.ERROR
+    seconds = time.monotonic() - start
     told = {"target": asdict(target), "result": result.name.lower(), "seconds": round(seconds, 1)}
     (folder / OUTCOME).write_text(json.dumps(told, indent=2) + "\n")
     return Outcome(target, result, seconds, folder)

@@ -23,7 +23,8 @@ def issue_title(target: Target) -> str:
     return f"{target.label}: the series needs a person"
 
 
-def issue_body(outcome: Outcome) -> str:
+def issue_body(outcome: Outcome, broken: Sequence[str] = ()) -> str:
+    """Why a person is needed; ``broken`` is what the status table says of a series that was rebased."""
     target = outcome.target
     if outcome.result is Result.PERSON:
         why = f"The series does not carry over to {_where(target)} by itself."
@@ -31,6 +32,9 @@ def issue_body(outcome: Outcome) -> str:
         why = f"The series carries over to {_where(target)}, but not all of it does its job there."
     command = f"ci/rebase.sh {' '.join(target.arguments)}"
     way = f"To mend it, run `{command}` in a checkout and follow what it says."
+    if broken:
+        why = f"{why[:-1]}: {'; '.join(broken)}."
+        way = f"To see it, run `{command}` and `ci/status.sh --base {target.name}` in a checkout."
     return _whole(f"{why} {way}", outcome)
 
 
@@ -43,7 +47,7 @@ def pull_body(outcome: Outcome) -> str:
 
 
 def commit_message(target: Target) -> str:
-    return f"{pull_title(target)}\n\nWritten by ci/rebase.sh {target.name}.\n"
+    return f"{pull_title(target)}\n\nWritten by ci/rebase.sh {target.name}, and the status table by ci/status.sh.\n"
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

@@ -68,10 +68,12 @@ class Table:
     def fixes(self) -> list[str]:
         return sorted({v.fix for column in self.columns.values() for v in column.verdicts})
 
-    def to_json(self) -> str:
+    def to_dict(self) -> dict[str, Any]:
         entries = {release: _column_to_dict(column) for release, column in self.columns.items()}
-        data = {"revision": self.revision, "ran_on": dict(self.ran_on), "bases": entries}
-        return json.dumps(data, indent=1) + "\n"
+        return {"revision": self.revision, "ran_on": dict(self.ran_on), "bases": entries}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1) + "\n"
 
     def with_columns(self, other: Table, releases: Sequence[str]) -> Table:
         """This one with the columns of ``other`` in place of its own; only ``releases`` stay."""
@@ -80,13 +82,17 @@ class Table:
 
 
 def read(path: Path) -> Table:
+    """The table that :meth:`Table.to_json` wrote; whatever else is in the file is an error."""
     try:
         data = json.loads(path.read_text())
         columns = {release: _column_from_dict(entry) for release, entry in data["bases"].items()}
-        return Table(data["revision"], data["ran_on"], columns)
+        table = Table(_whole(data["revision"]), {name: _text(told) for name, told in data["ran_on"].items()}, columns)
+        if table.to_dict() != data:
+            raise ValueError("it has entries of another kind")
+        return table
     except FileNotFoundError:
         raise UserError(f"{path} is not there: {AGAIN}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise UserError(f"{path} is no status table ({type(e).__name__}: {e}): delete it and {AGAIN}") from None
 
 
@@ -97,11 +103,21 @@ def findings(verdicts: Sequence[Verdict], base: Base, patches: Sequence[Patch]) 
     found = []
     for v in verdicts:
         if v.state is State.BROKEN:
-            found.append(f"{v.fix} is broken ({v.patched})")
+            how = str(v.patched) if v.pristine.ran else f"{v.pristine} on the pristine tree"
+            found.append(f"{v.fix} is broken ({how})")
         elif v.fix in named and v.state is not State.PATCHED:
             found.append(f"{v.fix} holds without its patch ({v.state.value})")
         elif v.fix in recorded and recorded[v.fix] is not v.state:
             found.append(f"{v.fix} is {v.state.value}, but {bases.FILE} says {recorded[v.fix].value}")
+    return found
+
+
+def by_fix(patches: Sequence[Patch]) -> dict[str, list[str]]:
+    """The names of each fix's patches."""
+    found: dict[str, list[str]] = {}
+    for patch in patches:
+        for fix in patch.contracts:
+            found.setdefault(fix, []).append(patch.name)
     return found
 
 
@@ -164,13 +180,30 @@ def _column_to_dict(column: Column) -> dict[str, Any]:
 
 
 def _column_from_dict(entry: Mapping[str, Any]) -> Column:
-    inputs = Inputs(**{k: v for k, v in entry.items() if k != "fixes"})
+    inputs = Inputs(**{k: _text(v) for k, v in entry.items() if k != "fixes"})
     verdicts, patches = [], {}
     for fix, told in entry["fixes"].items():
-        verdict = Verdict(fix, Outcome(**told["pristine"]), Outcome(**told["patched"]))
+        verdict = Verdict(fix, _outcome(told["pristine"]), _outcome(told["patched"]))
         if verdict.state.value != told["state"]:
             raise ValueError(f"{fix} is {told['state']}, but its counts say {verdict.state.value}")
         verdicts.append(verdict)
         if told["patches"]:
-            patches[fix] = list(told["patches"])
+            patches[fix] = [_text(name) for name in told["patches"]]
     return Column(inputs, verdicts, patches)
+
+
+def _outcome(told: Mapping[str, Any]) -> Outcome:
+    return Outcome(**{kind: _whole(number) for kind, number in told.items()})
+
+
+def _whole(number: Any) -> int:
+    # To Python, true is a number too.
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is no whole number")
+    return number
+
+
+def _text(told: Any) -> str:
+    if not isinstance(told, str):
+        raise ValueError(f"{told!r} is no text")
+    return told

@@ -25,12 +25,13 @@ EXAMPLES = """
   ci/status.sh --check                  run everything and compare with what is committed
   ci/status.sh --current                run nothing: is what is committed of today's series and contracts?
   ci/status.sh --from build/status.json write what an earlier run measured, that of ci/test.sh for instance
+  ci/status.sh --base 0.33.0 --json F   write this base's results to F, and leave README.md alone
 """
 
 
 @click.command("table", epilog=EXAMPLES)
 @click.option("--base", "chosen", multiple=True, metavar="X.Y.Z", help="Only this base; may be repeated.")
-@click.option("--json", "json_file", type=FILE_TYPE, help=f"The JSON file. [default: patches/{status.FILE}]")
+@click.option("--json", "json_file", type=FILE_TYPE, help=f"Another file than patches/{status.FILE}; README.md stays.")
 @click.option("--check", is_flag=True, help="Write neither README nor JSON: fail where they tell of something else.")
 @click.option("--current", is_flag=True, help="Run nothing: fail where series or contracts changed since.")
 @click.option("--from", "earlier", type=FILE_TYPE, help="Run nothing: take an earlier run's JSON, if it is of today's.")
@@ -92,11 +93,14 @@ def table_command(
         if not check and (write_broken or not wrong):
             if chosen and place.is_file():
                 table = status.read(place).with_columns(table, project.releases)
-            readme = project.root / "README.md"
-            text = status_readme.place(readme.read_text(encoding="utf-8"), table)
-            _write(place, table.to_json())
-            _write(readme, text)
-            click.echo(f"written: {place}, {readme}", err=True)
+            files = {place: table.to_json()}
+            if not json_file:
+                # The README's table is that of patches/status.json.
+                readme = project.root / "README.md"
+                files[readme] = status_readme.place(readme.read_text(encoding="utf-8"), table)
+            for file, text in files.items():
+                _write(file, text)
+            click.echo(f"written: {', '.join(map(str, files))}", err=True)
     if wrong:
         what = "written nevertheless" if write_broken and not check else "nothing is written"
         raise UserError(f"{'; '.join(wrong)}; {what}: mend them, pytest tests/contracts --tree TREE shows them alone")

@@ -23,7 +23,7 @@ from k3patches.git import git
 from k3patches.project import Project
 from k3patches.series import Patch
 from k3patches.source import Source
-from k3patches.status import Column, Inputs, Table, findings
+from k3patches.status import Column, Inputs, Table, by_fix, findings
 
 RAN_ON = """\
 import importlib.metadata, json, platform, pytest
@@ -81,14 +81,10 @@ class Run:
     def _column(self, subject: Subject) -> Column:
         release = subject.base.release
         before, after = (self.outcomes[release, name] for name in ("pristine", "patched"))
-        by_fix: dict[str, list[str]] = {}
-        for patch in subject.patches:
-            for fix in patch.contracts:
-                by_fix.setdefault(fix, []).append(patch.name)
         column = Column(
             Inputs.of(subject.base, subject.patches, self.folder),
             [Verdict(fix, before[fix], after[fix]) for fix in self.fixes],
-            by_fix,
+            by_fix(subject.patches),
         )
         self.wrong += [f"vLLM {release}: {what}" for what in findings(column.verdicts, subject.base, subject.patches)]
         return column

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import fake_gh
+import fake_status
 import pytest
-from k3patches import nightly
+from k3patches import nightly, status_readme
 from k3patches.project import Project
-from miniature import SDIST, Mini, Result, git, sdist_bytes
+from miniature import RELEASE, SDIST, Mini, Result, git, sdist_bytes
 
 # The interface of ci/rebase.sh: TARGET [--git URL] --report FOLDER, and its exit codes.
 ENGINE = """\
@@ -117,6 +118,14 @@ class Checkout(Hosted):
         engine = mini.root / "ci" / "rebase.sh"
         engine.write_text(ENGINE.format(python=sys.executable))
         engine.chmod(0o755)
+        status = mini.root / "ci" / "status.sh"
+        script = Path(fake_status.__file__).resolve()
+        status.write_text(f'#!/bin/sh\nPYTHONPATH=ci exec "{sys.executable}" "{script}" "$@"\n')
+        status.chmod(0o755)
+        self.measured = fake_status.measure(mini.root, RELEASE, {})
+        (mini.root / "patches" / "status.json").write_text(self.measured.to_json())
+        readme = f"# A project\n\n{status_readme.BEGIN}\n{status_readme.END}\n\nThe rest.\n"
+        (mini.root / "README.md").write_text(status_readme.place(readme, self.measured))
         super().__init__(mini.root, folder)
         for name, value in self.environment.items():
             patch.setenv(name, value)

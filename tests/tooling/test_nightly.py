@@ -3,29 +3,59 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from k3patches import nightly_text, releases
+from k3patches import nightly_run, nightly_text, releases
 from k3patches.errors import UserError
 from k3patches.index import PipConfig
 from k3patches.nightly_find import Target
-from k3patches.nightly_run import belongs
+from k3patches.nightly_run import Result, belongs
 from k3patches.project import Project
-from miniature import Mini, git, require_error, require_ok
+from miniature import RELEASE, Mini, git, in_process, require_error, require_ok
 from nightly_checkout import Checkout
 from package_index import PackageIndex
 from pypi_simple import ProjectPage, PyPISimple
 
 NEW = "0.34.0"
 BRANCH = f"k3-rebase/v{NEW}"
+PATCH = """\
+From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001
+From: The Engine <engine@example.com>
+Date: Mon, 30 Nov 2026 00:00:00 +0000
+Subject: [PATCH] Add the right number to alpha
+
+Contract: alpha-fix
+---
+diff --git a/vllm/alpha.py b/vllm/alpha.py
+--- a/vllm/alpha.py
++++ b/vllm/alpha.py
+@@ -1 +1 @@
+-99
++100
+"""
+BASE = f"""\
+release = "{NEW}"
+commit = "6e448d0ea"
+released = 2026-11-29T10:59:48Z
+torch = "2.14.0"
+wheel = {{}}
+
+[sdist]
+filename = "vllm-{NEW}.tar.gz"
+size = 1
+sha256 = "{"0" * 64}"
+"""
 SERIES = {
     f"patches/v{NEW}/series": "0001-alpha-fix.patch\n",
-    f"patches/v{NEW}/0001-alpha-fix.patch": "From the engine\n",
-    f"patches/v{NEW}/base.toml": 'release = "0.34.0"\n',
+    f"patches/v{NEW}/0001-alpha-fix.patch": PATCH,
+    f"patches/v{NEW}/base.toml": BASE,
     f"patches/resolutions/v{NEW}/alpha-fix.patch": "how a person resolved it\n",
 }
 REBASED = {NEW: {"code": 0, "files": SERIES, "report": "# Rebased\n\n`alpha-fix` is native.\n"}}
@@ -39,6 +69,24 @@ def checkout(mini: Mini, index: PackageIndex, tmp_path: Path, monkeypatch: pytes
 
 def issues(checkout: Checkout) -> list[dict[str, Any]]:
     return [item for item in checkout.host["items"] if "pull_request" not in item]
+
+
+def pushed(checkout: Checkout, branch: str = BRANCH) -> dict[str, str]:
+    """What a branch on the host adds, but for the status table, which it must have."""
+    files = checkout.branch(branch)
+    assert {files.pop("README.md", ""), files.pop("patches/status.json", "")}.isdisjoint([""])
+    return files
+
+
+def tampered(checkout: Checkout, change: Callable[[dict[str, Any]], object], release: str = NEW) -> None:
+    """Rebase, and change what was measured before the publishing step sees it."""
+    checkout.plan({**REBASED, "main": PERSON})
+    require_ok(checkout.run("rebase", "--git", checkout.upstream, release, "main"))
+    checkout.clean()
+    path = checkout.out / release / "status.json"
+    told = json.loads(path.read_text())
+    change(told)
+    path.write_text(json.dumps(told))
 
 
 # What there is to do.
@@ -126,13 +174,12 @@ def test_the_engine_is_run_for_each_target_and_its_results_kept(
 
 def test_an_engine_that_fails_fails_the_run_and_not_the_other_targets(checkout: Checkout) -> None:
     checkout.release(NEW, "0.34.1")
+    # What the engine of 0.34.1 wrote is another release's, and so there is nothing to measure.
     checkout.plan({NEW: {"code": 1}, "main": {"code": 77}, "0.34.1": REBASED[NEW]})
-    require_error(checkout.run("rebase", "--git", checkout.upstream), f"vLLM {NEW}, vLLM main")
+    require_error(checkout.run("rebase", "--git", checkout.upstream), f"vLLM {NEW}, vLLM 0.34.1, vLLM main")
     assert len(checkout.asked()) == 3
-    git(checkout.root, "clean", "-q", "-d", "-f")
-    result = checkout.run("publish")
-    # What the engine of 0.34.1 wrote is another release's, and so nothing is pushed.
-    require_error(result, "0.34.1")
+    checkout.clean()
+    require_ok(checkout.run("publish"))
     assert checkout.host["items"] == []
 
 
@@ -192,6 +239,8 @@ def test_an_outcome_that_is_none(checkout: Checkout, damage: str) -> None:
         ("patches/v0.34.0/.git", False),
         ("patches/v0.34.0/more/deep", False),
         ("patches/resolutions", False),
+        ("patches/status.json", False),
+        ("README.md", False),
         ("patches/../ci/test.sh", False),
         ("ci/test.sh", False),
         (".github/workflows/test.yml", False),
@@ -233,7 +282,7 @@ def test_a_rebased_release_is_one_pull_request(checkout: Checkout) -> None:
     assert (pull["head"], pull["base"]) == (f"somebody:{BRANCH}", "main")
     assert pull["title"] == "vLLM 0.34.0: the series, rebased"
     assert "`alpha-fix` is native." in pull["body"]
-    assert checkout.branch(BRANCH) == SERIES
+    assert pushed(checkout) == SERIES
     assert checkout.head(f"{BRANCH}^") == before == checkout.head("main")
     assert git(checkout.remote, "log", "-1", "--format=%an %ce", BRANCH).startswith("k3-patches maintainers@")
     # The checkout itself is as it was.
@@ -249,7 +298,8 @@ def test_the_same_result_the_next_night_changes_nothing(checkout: Checkout, monk
     require_ok(checkout.night(NEW))
     assert checkout.changes() == []
     # Also where main went on in the meantime.
-    (checkout.root / "README.md").write_text("more\n")
+    readme = checkout.root / "README.md"
+    readme.write_text("more\n" + readme.read_text())
     git(checkout.root, "add", "README.md")
     git(checkout.root, "commit", "-q", "-m", "More")
     git(checkout.root, "push", "-q", "origin", "main")
@@ -262,12 +312,12 @@ def test_another_result_updates_the_pull_request(checkout: Checkout) -> None:
     checkout.plan(REBASED)
     require_ok(checkout.night(NEW))
     checkout.changes()
-    other = {k: v for k, v in SERIES.items() if "resolutions" not in k} | {f"patches/v{NEW}/series": "# none\n"}
+    other = {f"patches/v{NEW}/series": "# none\n", f"patches/v{NEW}/base.toml": BASE}
     checkout.plan({NEW: {"code": 0, "files": other, "report": "# Again\n"}})
     require_ok(checkout.night(NEW))
     assert checkout.changes() == ["POST actions/workflows/test.yml/dispatches", "PATCH pulls/1"]
     assert "# Again" in checkout.item(1)["body"]
-    assert checkout.branch(BRANCH) == other
+    assert pushed(checkout) == other
     assert len(checkout.host["items"]) == 1
 
 
@@ -320,11 +370,23 @@ def test_a_forks_pull_request_from_a_branch_of_that_name_is_another(checkout: Ch
 
 def test_two_releases_in_one_night(checkout: Checkout) -> None:
     checkout.release(NEW, "0.34.1")
-    later = {name.replace(NEW, "0.34.1"): text for name, text in SERIES.items() if "resolutions" not in name}
+    later = {k.replace(NEW, "0.34.1"): v.replace(NEW, "0.34.1") for k, v in SERIES.items() if "resolutions" not in k}
     checkout.plan({**REBASED, "0.34.1": {"code": 0, "files": later}})
     require_ok(checkout.night())
     assert [item["head"] for item in checkout.host["items"]] == [f"somebody:k3-rebase/v{v}" for v in (NEW, "0.34.1")]
-    assert checkout.branch("k3-rebase/v0.34.1") == later
+    assert pushed(checkout, "k3-rebase/v0.34.1") == later
+    # Each is for itself, and the one that is merged last goes along with the other the next night.
+    assert list(table_of(checkout)) == [RELEASE, NEW]
+    git(checkout.root, "fetch", "-q", "origin", BRANCH)
+    git(checkout.root, "merge", "-q", "--ff-only", "FETCH_HEAD")
+    git(checkout.root, "push", "-q", "origin", "main")
+    checkout.changes()
+    shutil.rmtree(checkout.out)
+    checkout.plan({"0.34.1": {"code": 0, "files": later}})
+    require_ok(checkout.night("0.34.1"))
+    assert checkout.changes() == ["POST actions/workflows/test.yml/dispatches"]
+    assert list(table_of(checkout, "k3-rebase/v0.34.1")) == [RELEASE, NEW, "0.34.1"]
+    assert pushed(checkout, "k3-rebase/v0.34.1") == later
 
 
 def test_a_repository_that_lets_no_workflow_open_pull_requests(checkout: Checkout) -> None:
@@ -339,11 +401,197 @@ def test_a_repository_that_lets_no_workflow_open_pull_requests(checkout: Checkou
 
 
 def test_an_engine_that_wrote_no_series_is_found_out(checkout: Checkout) -> None:
-    checkout.plan({NEW: {"code": 0}})
-    result = checkout.night(NEW)
+    checkout.plan(REBASED)
+    require_ok(checkout.run("rebase", NEW))
+    checkout.clean()
+    shutil.rmtree(checkout.out / NEW / "files")
+    result = checkout.run("publish")
     require_error(result, NEW)
     assert "wrote no series" in result.err
     assert checkout.changes() == []
+
+
+# The status table in it.
+
+
+def table_of(checkout: Checkout, branch: str = BRANCH) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(checkout.branch(branch)["patches/status.json"])["bases"]
+    return table
+
+
+def test_the_status_table_is_of_what_is_committed(checkout: Checkout, tmp_path: Path) -> None:
+    checkout.plan(REBASED)
+    require_ok(checkout.night(NEW))
+    before = checkout.measured.to_dict()["bases"][RELEASE]
+    fixes = table_of(checkout)[NEW]["fixes"]
+    assert {fix: told["state"] for fix, told in fixes.items()} == {
+        "alpha-fix": "patched",
+        "beta-fix": "native",
+        "gamma-fix": "native",
+    }
+    assert table_of(checkout) == {RELEASE: before, NEW: table_of(checkout)[NEW]}
+    readme = checkout.branch(BRANCH)["README.md"]
+    assert f"| fix | {RELEASE} | {NEW} |\n|---|---|---|\n| `alpha-fix` | patched | patched |\n" in readme
+    assert readme.startswith("# A project\n")
+    assert readme.endswith("The rest.\n")
+    # The check that CI starts with holds on the branch, and not on main with the series alone.
+    there = Mini(tmp_path / "there")
+    git(tmp_path, "clone", "-q", "-b", BRANCH, str(checkout.remote), str(there.root))
+    with pytest.MonkeyPatch.context() as patch:
+        current = in_process(there, patch)
+        require_ok(current("table", "--current"))
+        git(there.root, "checkout", "-q", "HEAD^", "--", "patches/status.json", "README.md")
+        require_error(current("table", "--current"), f"{NEW} was not measured")
+
+
+def test_a_status_that_cannot_be_measured_fails_the_run(checkout: Checkout) -> None:
+    checkout.plan({NEW: {**REBASED[NEW], "status": None}, "main": PERSON})
+    result = checkout.run("rebase", "--git", checkout.upstream, NEW, "main")
+    require_error(result, f"failed for vLLM {NEW}: ")
+    assert "its status could not be measured" in result.err
+    checkout.clean()
+    require_ok(checkout.run("publish"))
+    assert checkout.changes() == ["POST labels", "POST issues"]
+    assert checkout.item(1)["title"].startswith("vLLM main")
+
+
+def test_measuring_takes_what_time_the_engine_left(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout.plan(REBASED)
+    seen: list[float] = []
+
+    def engine(command: list[str], cwd: Path, limit_s: float) -> Result:
+        seen.append(limit_s)
+        assert len(seen) == 1 or command[0].endswith("ci/status.sh")
+        # time.sleep does nothing here.
+        threading.Event().wait(0.05)
+        return Result.REBASED
+
+    monkeypatch.setattr(nightly_run, "_result", engine)
+    report = checkout.root / "build" / "nightly" / NEW / "report.md"
+    monkeypatch.setattr(Path, "is_file", lambda path, real=Path.is_file: path == report or real(path))
+    require_error(checkout.run("rebase", "--limit", "1", NEW), NEW)
+    assert seen[0] == 60
+    assert 50 < seen[1] < 59.96
+
+
+def change_counts(told: dict[str, Any], fix: str = "alpha-fix", release: str = NEW, **patched: Any) -> None:
+    told["bases"][release]["fixes"][fix]["patched"].update(patched)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda told: told.clear(), "no status table"),
+        (lambda told: told.update(more=1), "no status table"),
+        (lambda told: told.update(revision=True), "no status table"),
+        (lambda told: told.update(revision=8), "its revision is 8 and not 7"),
+        (lambda told: told.update(ran_on={"python": "3.11.9"}), "which Python and torch"),
+        (lambda told: told["ran_on"].update(torch="<script>"), "which Python and torch"),
+        (lambda told: told["bases"].update({"0.33.0": told["bases"][NEW]}), "it is of '0.34.0', '0.33.0'"),
+        (lambda told: told["bases"].update({"0.33.0": told["bases"].pop(NEW)}), "it is of '0.33.0'"),
+        (lambda told: told["bases"].clear(), "it is of no release"),
+        (lambda told: told["bases"][NEW].update(more="x"), "no status table"),
+        (lambda told: told["bases"][NEW].update(commit=None), "no status table"),
+        (lambda told: told["bases"][NEW].update(series_sha256="0" * 64), "its series changed since"),
+        (lambda told: told["bases"][NEW].update(contracts_sha256="0" * 64), "the contracts changed since"),
+        (lambda told: told["bases"][NEW].update(sdist_sha256="1" * 64), "its sdist changed since"),
+        (lambda told: told["bases"][NEW].update(torch="2.13.0"), "its torch changed since"),
+        (lambda told: told["bases"][NEW]["fixes"].pop("beta-fix"), "not those that have a contract"),
+        (lambda told: told["bases"][NEW]["fixes"]["beta-fix"].update(state="patched"), "no status table"),
+        (lambda told: told["bases"][NEW]["fixes"]["beta-fix"].update(state="fine"), "no status table"),
+        (lambda told: told["bases"][NEW]["fixes"]["beta-fix"].update(more=1), "no status table"),
+        (
+            lambda told: told["bases"][NEW]["fixes"]["beta-fix"].update(patches=["0001-alpha-fix.patch"]),
+            "other patches",
+        ),
+        (lambda told: change_counts(told, passed=-1), "no status table"),
+        (lambda told: change_counts(told, passed=1.0), "no status table"),
+        (lambda told: change_counts(told, passed=True), "no status table"),
+        (lambda told: change_counts(told, passed="1"), "no status table"),
+        (lambda told: change_counts(told, surprised=1), "no status table"),
+        (lambda told: change_counts(told, not_run=3), "cut short"),
+    ],
+)
+def test_a_status_that_is_not_of_what_is_committed_is_an_error(
+    checkout: Checkout, change: Callable[[dict[str, Any]], object], words: str
+) -> None:
+    tampered(checkout, change)
+    result = checkout.run("publish")
+    require_error(result, f"vLLM {NEW}")
+    assert words in result.err
+    assert "status.json" in result.err
+    assert git(checkout.remote, "branch", "--list", "k3-*") == ""
+    # The issue of the other target is opened all the same.
+    assert [item["title"] for item in checkout.host["items"]] == [nightly_text.issue_title(Target("main"))]
+    assert git(checkout.root, "worktree", "list").count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("missing", "is missing"), ("link", "is missing"), ("large", "too large"), ("deep", "no status"), ("text", "no")],
+)
+def test_a_status_file_that_is_none(checkout: Checkout, how: str, words: str) -> None:
+    tampered(checkout, lambda told: None)
+    path = checkout.out / NEW / "status.json"
+    content = path.read_bytes()
+    path.unlink()
+    if how == "link":
+        path.with_name("there.json").write_bytes(content)
+        path.symlink_to("there.json")
+    elif how != "missing":
+        path.write_bytes({"large": content + b" " * (1 << 20), "deep": b"[" * 100_000, "text": b"\xff"}[how])
+    result = checkout.run("publish")
+    require_error(result, f"vLLM {NEW}")
+    assert f"{path} {words}" in result.err or f"{path} is {words}" in result.err
+    assert git(checkout.remote, "branch", "--list", "k3-*") == ""
+
+
+def test_a_series_that_was_changed_after_it_was_measured(checkout: Checkout) -> None:
+    tampered(checkout, lambda told: None)
+    path = checkout.out / NEW / "files" / "patches" / f"v{NEW}" / "0001-alpha-fix.patch"
+    path.write_text(path.read_text().replace("+100", "+101"))
+    result = checkout.run("publish")
+    require_error(result, f"vLLM {NEW}")
+    assert "its series changed since" in result.err
+    assert git(checkout.remote, "branch", "--list", "k3-*") == ""
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ({"beta-fix": {"patched": {"failed": 1}}}, "beta-fix is broken (1 failed)"),
+        ({"beta-fix": {"pristine": {}}}, "beta-fix is broken (nothing ran on the pristine tree)"),
+        ({"alpha-fix": {"pristine": {"passed": 1}}}, "alpha-fix holds without its patch (native)"),
+    ],
+)
+def test_a_broken_cell_is_an_issue_and_no_pull_request(checkout: Checkout, status: dict[str, Any], words: str) -> None:
+    checkout.plan({NEW: {**REBASED[NEW], "status": status}})
+    result = require_ok(checkout.night(NEW))
+    assert words in result.out
+    assert checkout.changes() == ["POST labels", "POST issues"]
+    issue = checkout.item(1)
+    assert issue["title"] == nightly_text.issue_title(Target(NEW))
+    assert f"not all of it does its job there: {words}." in issue["body"]
+    assert f"`ci/status.sh --base {NEW}`" in issue["body"]
+    assert git(checkout.remote, "branch", "--list", "k3-*") == ""
+    require_ok(checkout.night(NEW))
+    assert checkout.changes() == []
+    checkout.plan(REBASED)
+    require_ok(checkout.night(NEW))
+    assert checkout.item(1)["state"] == "closed"
+    assert checkout.item(2)["head"] == f"somebody:{BRANCH}"
+
+
+@pytest.mark.parametrize("name", ["patches/status.json", "README.md"])
+def test_a_checkout_without_a_table_to_add_to(checkout: Checkout, name: str) -> None:
+    text = "{}" if name.endswith("json") else "# No marker\n"
+    (checkout.root / name).write_text(text)
+    git(checkout.root, "commit", "-q", "-a", "-m", "Break it")
+    checkout.plan(REBASED)
+    result = checkout.night(NEW)
+    require_error(result, f"vLLM {NEW}")
+    assert Path(name).name in result.err
+    assert git(checkout.remote, "branch", "--list", "k3-*") == ""
 
 
 # Issues.

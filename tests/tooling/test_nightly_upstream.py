@@ -21,7 +21,7 @@ from typing import Any
 import fake_gh
 import pytest
 from k3patches import base as bases
-from k3patches import fetch, series
+from k3patches import fetch, series, status
 from k3patches.contracts import contract_file
 from k3patches.nightly_run import OUTCOME
 from k3patches.project import Project
@@ -44,8 +44,9 @@ class Nightly(Hosted):
         root = folder / "project"
         there = root / "patches" / f"v{NEWEST}"
         there.mkdir(parents=True)
-        for name in ("build.sh", "pyproject.toml", "VERSION"):
+        for name in ("build.sh", "pyproject.toml", "README.md", "VERSION"):
             shutil.copy2(ROOT / name, root)
+        (root / "patches" / status.FILE).write_text(status.Table(PROJECT.revision, {}, {}).to_json())
         shutil.copytree(ROOT / "ci", root / "ci", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy2(PROJECT.series_dir(NEWEST) / bases.FILE, there)
         shutil.copy2(change.patch.path, there / f"0001{change.patch.name[4:]}")
@@ -255,7 +256,12 @@ def test_a_new_release_and_a_fix_made_another_way(nightly: Nightly, change: Chan
     assert git(nightly.remote, "branch", "--list", "k3-rebase/*").split() == [f"k3-rebase/v{NEXT}"]
     branch = nightly.branch(f"k3-rebase/v{NEXT}")
     patch = f"0001{change.patch.name[4:]}"
-    assert set(branch) == {f"patches/v{NEXT}/{name}" for name in ("series", bases.FILE, patch)}
+    files = {f"patches/v{NEXT}/{name}" for name in ("series", bases.FILE, patch)}
+    assert set(branch) == files | {"README.md", f"patches/{status.FILE}"}
+    told = json.loads(branch[f"patches/{status.FILE}"])["bases"][NEXT]["fixes"]
+    assert {fix: entry["state"] for fix, entry in told.items()} == dict.fromkeys(change.patch.contracts, "patched")
+    for fix in change.patch.contracts:
+        assert f"\n| `{fix}` | patched |\n" in branch["README.md"]
     assert branch[f"patches/v{NEXT}/{patch}"] == (nightly.root / "patches" / f"v{NEWEST}" / patch).read_text()
     [pull] = [item for item in nightly.host["items"] if item["number"] != number]
     assert f"vLLM {NEXT}: rebased" in pull["body"]

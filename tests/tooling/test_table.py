@@ -21,6 +21,19 @@ READS = "def text(config, name):\n    return (config.getoption('--tree') / 'vllm
 TREE_TEST = READS + "def test_it(pytestconfig):\n    assert {} in text(pytestconfig, {!r})\n"
 
 
+# Has no test where the series is not.
+ONLY_PATCHED = """\
+import sys
+from pathlib import Path
+
+tree = Path(sys.argv[sys.argv.index("--tree") + 1])
+if (tree / "vllm" / "new.py").is_file():
+
+    def test_it():
+        pass
+"""
+
+
 def contract(mini: Mini, fix: str, text: str) -> Path:
     path = mini.root / "tests" / "contracts" / contracts.contract_file(fix)
     path.write_text(text)
@@ -141,12 +154,15 @@ def test_what_is_broken_is_an_error_and_written_only_on_request(measured: Mini, 
         ("import pytest\n\n\ndef test_it():\n    pytest.skip('absent: it')\n", "holds without its patch (absent)"),
         ("import pytest\n\n\ndef test_it():\n    pytest.skip('another reason')\n", "is broken (1 skipped)"),
         ("import no_such_module\n", "is broken (1 failed)"),
-        ("# no test\n", "is broken (nothing ran)"),
+        ("# no test\n", "is broken (nothing ran"),
+        (ONLY_PATCHED, "is broken (nothing ran on the pristine tree)"),
     ],
 )
 def test_a_contract_that_proves_nothing_is_an_error(measured: Mini, run: Run, text: str, words: str) -> None:
     contract(measured, "beta-fix", text)
-    require_error(run("table"), words)
+    message = require_error(run("table"), words)
+    # It is an error of that contract alone.
+    assert message.count(f"vLLM {RELEASE}: ") == 1
     require_error(run("contracts", "--fix", "beta-fix"), words)
 
 
@@ -244,9 +260,19 @@ def test_check_compares_behaviour_and_writes_nothing(measured: Mini, run: Run) -
 
 
 def test_another_place_for_the_json(measured: Mini, run: Run) -> None:
-    require_ok(run("table", "--json", measured.root / "elsewhere.json"))
-    assert (measured.root / "elsewhere.json").is_file()
+    place = measured.root / "elsewhere.json"
+    require_ok(run("table", "--json", place))
+    assert list(status.read(place).columns) == [RELEASE]
     assert not json_file(measured).exists()
+    # README.md has the table of patches/status.json.
+    assert (measured.root / "README.md").read_text() == README
+    # What the nightly run measures with: one base, also where it is broken.
+    add_base(measured, "0.28.0")
+    place.unlink()
+    result = run("table", "--base", "0.28.0", "--json", place, "--write-broken")
+    require_error(result, "alpha-fix is broken", "written nevertheless")
+    assert list(status.read(place).columns) == ["0.28.0"]
+    assert (measured.root / "README.md").read_text() == README
 
 
 def test_without_markers_nothing_is_written(measured: Mini, run: Run) -> None:
@@ -285,6 +311,15 @@ def shared():
 def test_numbers(shared, n):
     assert n != {wrong}
 """
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_contract_that_cannot_be_imported_stops_no_other(measured: Mini, jobs: int) -> None:
+    folder = measured.root / "tests" / "contracts"
+    contract(measured, "alpha-fix", "import no_such_module\n")
+    contract(measured, "beta-fix", "def test_it():\n    pass\n")
+    found = contracts.run(folder, ["alpha-fix", "beta-fix"], measured.root, sys.executable, jobs=jobs)
+    assert found == {"alpha-fix": Outcome(failed=1), "beta-fix": Outcome(passed=1)}
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
