@@ -5,12 +5,19 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 import requests
-from pypi_simple import PYPI_SIMPLE_ENDPOINT, NoSuchProjectError, PyPISimple, UnsupportedContentTypeError
+from pypi_simple import (
+    PYPI_SIMPLE_ENDPOINT,
+    DistributionPackage,
+    NoSuchProjectError,
+    PyPISimple,
+    UnsupportedContentTypeError,
+)
 
 from k3patches.errors import UserError
 
@@ -40,6 +47,20 @@ class Location:
     auth: tuple[str, str] | None
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What the index ``url`` has of a project; ``trouble`` says what kept it from answering."""
+
+    url: str
+    packages: list[DistributionPackage] = field(default_factory=list)
+    known: bool = True
+    trouble: str = ""
+
+    @property
+    def host(self) -> str | None:
+        return urlsplit(self.url).hostname
+
+
 def pip_config() -> PipConfig:
     """Read pip's configuration: its files, overridden by PIP_* variables as pip itself does."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "config", "list"]
@@ -61,24 +82,32 @@ def pip_config() -> PipConfig:
     )
 
 
-def find(project: str, filename: str, config: PipConfig) -> Location:
-    """Where the first configured index that has ``filename`` keeps it."""
-    trouble = None
+def ask(project: str, config: PipConfig) -> Iterator[Answer]:
+    """What each configured index says of ``project``, in order; one is asked only when its answer is wanted."""
     for url in config.indexes:
         session = requests.Session()
         session.verify = config.request_options["verify"]
         session.proxies.update(config.request_options["proxies"] or {})
         try:
             with PyPISimple(url, session=session) as client:
-                page = client.get_project_page(project, timeout=TIMEOUT_S)
+                packages = client.get_project_page(project, timeout=TIMEOUT_S).packages
         except NoSuchProjectError:
-            continue
+            yield Answer(url, known=False)
         except (requests.RequestException, UnsupportedContentTypeError) as e:
-            trouble = f"{urlsplit(url).hostname}: {type(e).__name__}"
-            continue
-        for package in page.packages:
+            yield Answer(url, trouble=type(e).__name__)
+        else:
+            yield Answer(url, packages)
+
+
+def find(project: str, filename: str, config: PipConfig) -> Location:
+    """Where the first configured index that has ``filename`` keeps it."""
+    trouble = None
+    for answer in ask(project, config):
+        if answer.trouble:
+            trouble = f"{answer.host}: {answer.trouble}"
+        for package in answer.packages:
             if package.filename == filename:
-                return Location(package.url, _credentials(url, package.url))
+                return Location(package.url, _credentials(answer.url, package.url))
     if trouble:
         raise UserError(
             f"cannot ask the package index for {filename} ({trouble}): check the network and pip's index-url, "

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-import requests
-from pypi_simple import DistributionPackage, NoSuchProjectError, PyPISimple, UnsupportedContentTypeError
+from pypi_simple import DistributionPackage
 
 from k3patches import fetch, index
 from k3patches.base import Artifact, Base
@@ -55,28 +54,16 @@ def pin(release: str, cache: Path, scratch: Path) -> Base:
 
 
 def _packages(release: str) -> Iterator[DistributionPackage]:
-    config = index.pip_config()
-    trouble = None
-    for url in config.indexes:
-        session = requests.Session()
-        session.verify = config.request_options["verify"]
-        session.proxies.update(config.request_options["proxies"] or {})
-        try:
-            with PyPISimple(url, session=session) as client:
-                page = client.get_project_page(fetch.PROJECT, timeout=index.TIMEOUT_S)
-        except NoSuchProjectError:
-            continue
-        except (requests.RequestException, UnsupportedContentTypeError) as e:
-            trouble = e
-            continue
-        found = [package for package in page.packages if package.version == release]
+    trouble = ""
+    for answer in index.ask(fetch.PROJECT, index.pip_config()):
+        trouble = answer.trouble or trouble
+        found = [package for package in answer.packages if package.version == release]
         if found:
             yield from found
             return
     if trouble:
         raise UserError(
-            f"cannot ask the package index for vLLM {release} ({type(trouble).__name__}): check the network and "
-            f"pip's index-url"
+            f"cannot ask the package index for vLLM {release} ({trouble}): check the network and pip's index-url"
         )
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from urllib.parse import urlsplit
 
-import requests
 from packaging.version import Version
-from pypi_simple import DistributionPackage, NoSuchProjectError, PyPISimple, UnsupportedContentTypeError
+from pypi_simple import DistributionPackage
 
 from k3patches.errors import UserError
 from k3patches.fetch import PROJECT
-from k3patches.index import TIMEOUT_S, PipConfig
+from k3patches.index import PipConfig, ask
 
 # What patches/vX.Y.Z and VERSION can name: a final release, neither a candidate nor a post-release.
 FINAL = re.compile(r"\d+(\.\d+)+")
@@ -22,21 +20,14 @@ def published(config: PipConfig) -> list[str]:
     """The final releases that an index of ``config`` has an sdist of, oldest first; yanked ones are none."""
     found: set[str] = set()
     trouble, answered = "no index is configured", False
-    for url in config.indexes:
-        session = requests.Session()
-        session.verify = config.request_options["verify"]
-        session.proxies.update(config.request_options["proxies"] or {})
-        try:
-            with PyPISimple(url, session=session) as client:
-                page = client.get_project_page(PROJECT, timeout=TIMEOUT_S)
-        except NoSuchProjectError:
-            trouble = f"{urlsplit(url).hostname} does not know {PROJECT}"
-            continue
-        except (requests.RequestException, UnsupportedContentTypeError) as e:
-            trouble = f"{urlsplit(url).hostname}: {type(e).__name__}"
-            continue
-        answered = True
-        found.update(p.version for p in page.packages if _final_sdist(p) and p.version)
+    for answer in ask(PROJECT, config):
+        if not answer.known:
+            trouble = f"{answer.host} does not know {PROJECT}"
+        elif answer.trouble:
+            trouble = f"{answer.host}: {answer.trouble}"
+        else:
+            answered = True
+            found.update(p.version for p in answer.packages if _final_sdist(p) and p.version)
     if not answered:
         raise UserError(
             f"cannot ask the package index which releases of vLLM there are ({trouble}): "
