@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
 from k3patches import contracts
 from k3patches.contracts import Outcome
 from k3patches.errors import UserError
@@ -144,3 +145,13 @@ class JsonIndex:
                 entry[self.without] = {} if self.without == "hashes" else None
             files.append(entry)
         return json.dumps({"meta": {"api-version": "1.1"}, "name": "vllm", "versions": [], "files": files}).encode()
+
+
+def quickly(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> Iterator[JsonIndex]:
+    """What a fixture yields from: contracts of one expression, and an index that knows all releases."""
+    write_contracts(mini, CONTRACTS)
+    monkeypatch.setattr(contracts, "run", run_contracts)
+    index = JsonIndex(mini.files)
+    monkeypatch.setenv("PIP_INDEX_URL", index.url)
+    yield index
+    index.close()

@@ -27,7 +27,7 @@ from miniature import (
     require_error,
     require_ok,
 )
-from rebasing import CONTRACTS, JsonIndex, later, run_contracts, write_contracts
+from rebasing import CONTRACTS, JsonIndex, later, quickly, run_contracts, write_contracts
 
 REBASED, NOTHING, PERSON, BROKEN = 0, 3, 4, 5
 ALPHA, GAMMA = SOURCE["vllm/alpha.py"], SOURCE["vllm/gamma.py"]
@@ -41,12 +41,7 @@ RESOLVED = ALPHA.replace("x + 99", "100 + x")
 @pytest.fixture(autouse=True)
 def quick(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> Iterator[JsonIndex]:
     """Contracts of one expression, and an index that knows all releases."""
-    write_contracts(mini, CONTRACTS)
-    monkeypatch.setattr(contracts, "run", run_contracts)
-    index = JsonIndex(mini.files)
-    monkeypatch.setenv("PIP_INDEX_URL", index.url)
-    yield index
-    index.close()
+    yield from quickly(mini, monkeypatch)
 
 
 def work(mini: Mini, name: str = "v0.28.0") -> Path:

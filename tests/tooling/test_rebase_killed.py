@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from k3patches import contracts
 from miniature import SOURCE, Mini, Run
-from rebasing import CONTRACTS, JsonIndex, later, run_contracts, write_contracts
+from rebasing import JsonIndex, later, quickly
 from test_killed import COUNT
 from test_rebase import CONFLICT, NOTHING, PERSON, REBASED, RESOLVED, SHIFTED, edited, require, work, written
 
@@ -23,12 +22,7 @@ CHANGED = CONFLICT | {"vllm/gamma.py": SOURCE["vllm/gamma.py"].replace("\n\ndef 
 
 @pytest.fixture(autouse=True)
 def quick(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> Iterator[JsonIndex]:
-    write_contracts(mini, CONTRACTS)
-    monkeypatch.setattr(contracts, "run", run_contracts)
-    index = JsonIndex(mini.files)
-    monkeypatch.setenv("PIP_INDEX_URL", index.url)
-    yield index
-    index.close()
+    yield from quickly(mini, monkeypatch)
 
 
 def outside(mini: Mini, index: JsonIndex, at: int, *arguments: str) -> tuple[int, int]:
