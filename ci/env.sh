@@ -51,3 +51,24 @@ k3_tools() {
     mkdir -p "$1/build"
     k3_venv "$1/build/tools" "$(k3_key "$1" ci/requirements.txt)" k3_install_tools "$1/ci/requirements.txt"
 }
+
+# k3_contracts ROOT COMMAND PATTERNS ARG..: become the tooling's COMMAND with an interpreter that runs contracts,
+# that of ci/test.sh.  An ARG that one of PATTERNS matches, --help for instance, does without.
+k3_contracts() {
+    root=$1 command=$2 patterns=$3
+    shift 3
+    python=
+    set -f
+    for argument in "$@"; do
+        for pattern in $patterns; do
+            # shellcheck disable=SC2254  # it is a pattern
+            case $argument in $pattern) python=$(k3_tools "$root") ;; esac
+        done
+    done
+    set +f
+    if [ -z "$python" ]; then
+        python=$("$root/ci/test.sh" setup)
+        set -- "$@" --python "$python"
+    fi
+    PYTHONPATH=$root/ci exec "$python" -m k3patches "$command" "$@"
+}

@@ -5,17 +5,4 @@
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 . "$root/ci/env.sh"
-
-own_environment=true
-for argument in "$@"; do
-    case $argument in
-        --python | --python=* | --abort | --help | -h) own_environment=false ;;
-    esac
-done
-if $own_environment; then
-    python=$("$root/ci/test.sh" setup)
-    set -- "$@" --python "$python"
-else
-    python=$(k3_tools "$root")
-fi
-PYTHONPATH=$root/ci exec "$python" -m k3patches rebase "$@"
+k3_contracts "$root" rebase '--python --python=* --abort --help -h' "$@"

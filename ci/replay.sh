@@ -6,11 +6,4 @@
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 . "$root/ci/env.sh"
-case " $*" in
-    *" --python"* | *" --help"* | *" -h"*) python=$(k3_tools "$root") ;;
-    *)
-        python=$("$root/ci/test.sh" setup)
-        set -- "$@" --python "$python"
-        ;;
-esac
-PYTHONPATH=$root/ci exec "$python" -m k3patches replay "$@"
+k3_contracts "$root" replay '--python --python=* --help -h' "$@"

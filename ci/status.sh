@@ -5,18 +5,5 @@
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 . "$root/ci/env.sh"
-
 # What runs no contract does without torch.
-own_environment=true
-for argument in "$@"; do
-    case $argument in
-        --python | --python=* | --current | --from | --from=* | --help) own_environment=false ;;
-    esac
-done
-if $own_environment; then
-    python=$("$root/ci/test.sh" setup)
-    set -- "$@" --python "$python"
-else
-    python=$(k3_tools "$root")
-fi
-PYTHONPATH=$root/ci exec "$python" -m k3patches table "$@"
+k3_contracts "$root" table '--python --python=* --current --from --from=* --help -h' "$@"
