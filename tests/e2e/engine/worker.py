@@ -1,0 +1,194 @@
+"""One engine in a process of its own: load, score the fixed prompts, generate, reload, measure.
+
+    python -m engine.worker JOB.json
+
+JOB.json names the case, folders and where results go.  The result file is written after each part, so that what ran
+is known even when a later part ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine import prompts
+from engine.cases import SPECULATIVE_TOKENS
+
+TIMED_PROMPTS, TIMED_LENGTH, TIMED_GENERATED = 32, 1024, 128
+CACHE_BYTES = 2 << 30
+LONGEST = 2048
+
+
+class Results:
+    """What is known so far, in a file that is whole at any time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.values: dict[str, Any] = {}
+
+    def add(self, **values: Any) -> None:
+        self.values |= values
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps(self.values))
+        new.replace(self.path)
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Record an error of this part, and go on."""
+        start = time.perf_counter()
+        try:
+            yield
+        except Exception as e:
+            traceback.print_exc()
+            self.add(**{f"{name}_error": f"{type(e).__name__}: {e}"[:2000]})
+        self.add(**{f"{name}_s": round(time.perf_counter() - start, 1)})
+
+
+def engine_arguments(case: dict[str, Any], folders: dict[str, str], share: float) -> dict[str, Any]:
+    """Keyword arguments of ``vllm.LLM``; ``share`` is the part of a GPU's memory that it may take."""
+    made: dict[str, Any] = {
+        "model": folders[case["target"]],
+        "tensor_parallel_size": case["tp"],
+        "kv_cache_dtype": case["cache"],
+        "enforce_eager": not case["graphs"],
+        "gpu_memory_utilization": share,
+        "kv_cache_memory_bytes": CACHE_BYTES,
+        "max_model_len": LONGEST,
+        # Below the longest prompt: it is prefilled in chunks.
+        "max_num_batched_tokens": 1024,
+        "max_num_seqs": 64,
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": True,
+    }
+    if case["drafter"]:
+        made["speculative_config"] = {
+            "method": "dspark",
+            "model": folders[f"drafter-{case['drafter']}"],
+            "num_speculative_tokens": SPECULATIVE_TOKENS,
+        }
+    return made
+
+
+def log_probs(outputs: list[Any], vocabulary: int) -> list[np.ndarray]:
+    """Of each prompt float32 [tokens - 1, vocabulary]: log-probabilities of what follows each token but the last."""
+    made = []
+    for output in outputs:
+        rows = output.prompt_logprobs[1:]
+        table = np.full((len(rows), vocabulary), -np.inf, np.float32)
+        for i, row in enumerate(rows):
+            for token, entry in row.items():
+                table[i, token] = entry.logprob
+        made.append(table)
+    return made
+
+
+def generated(outputs: list[Any]) -> list[dict[str, Any]]:
+    """Of each prompt the tokens, and the log-probability of each."""
+    made = []
+    for output in outputs:
+        best = output.outputs[0]
+        values = [row[token].logprob for row, token in zip(best.logprobs, best.token_ids, strict=True)]
+        made.append({"tokens": list(best.token_ids), "logprobs": values})
+    return made
+
+
+def acceptance(llm: Any) -> dict[str, float]:
+    """Drafts, and tokens accepted of them, since the engine started."""
+    counters = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    return {
+        "drafts": counters.get("vllm:spec_decode_num_drafts", 0),
+        "accepted": counters.get("vllm:spec_decode_num_accepted_tokens", 0),
+    }
+
+
+def throughput(llm: Any, vocabulary: int, reserved: int) -> dict[str, float]:
+    """Tokens a second: of prompts read, and of tokens generated after them."""
+    from vllm import SamplingParams
+
+    def run(seed: int, length: int, tokens: int) -> float:
+        batch = prompts.many(TIMED_PROMPTS, length, vocabulary, reserved=reserved, seed=seed)
+        start = time.perf_counter()
+        llm.generate(
+            [{"prompt_token_ids": p} for p in batch],
+            SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False),
+            use_tqdm=False,
+        )
+        return time.perf_counter() - start
+
+    run(1, TIMED_LENGTH, 8), run(2, 16, 8)
+    prefill = min(run(seed, TIMED_LENGTH, 1) for seed in (3, 4, 5))
+    decode = min(run(seed, 16, TIMED_GENERATED) - run(seed + 10, 16, 1) for seed in (6, 7, 8))
+    return {
+        "prefill_tokens_s": TIMED_PROMPTS * TIMED_LENGTH / prefill,
+        "decode_tokens_s": TIMED_PROMPTS * (TIMED_GENERATED - 1) / decode,
+    }
+
+
+def run(job: dict[str, Any], results: Results) -> None:
+    from vllm import LLM, SamplingParams
+
+    case, vocabulary, reserved = job["case"], job["vocabulary"], job["reserved"]
+    arguments = engine_arguments(case, job["folders"], job["share"]) | job.get("arguments", {})
+    start = time.perf_counter()
+    try:
+        llm = LLM(**arguments, max_logprobs=-1, disable_log_stats=False)
+    except BaseException as e:
+        results.add(loads=False, load_error=f"{type(e).__name__}: {e}"[:2000], load_s=time.perf_counter() - start)
+        raise
+    results.add(loads=True, load_s=round(time.perf_counter() - start, 1))
+
+    batch = [{"prompt_token_ids": p} for p in prompts.prompts(vocabulary, reserved=reserved)]
+    scoring = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1, detokenize=False)
+    greedy = SamplingParams(max_tokens=prompts.GENERATED, temperature=0, logprobs=0, ignore_eos=True, detokenize=False)
+    tables = Path(job["tables"])
+
+    def score() -> list[np.ndarray]:
+        return log_probs(llm.generate(batch, scoring, use_tqdm=False), vocabulary)
+
+    with results.part("score"):
+        first = score()
+        np.savez(tables, *first)
+    with results.part("generate"):
+        before = acceptance(llm)
+        texts = generated(llm.generate(batch, greedy, use_tqdm=False))
+        after = acceptance(llm)
+        drafts, accepted = after["drafts"] - before["drafts"], after["accepted"] - before["accepted"]
+        results.add(generated=texts, acceptance_length=1 + accepted / drafts if drafts else None)
+    with results.part("cached"):
+        again = generated(llm.generate(batch, greedy, use_tqdm=False))
+        counters = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+        results.add(generated_again=again, prefix_hits=counters.get("vllm:prefix_cache_hits"))
+    with results.part("reload"):
+        llm.collective_rpc("reload_weights")
+        llm.reset_prefix_cache()
+        worst = max(float(np.abs(a - b).max(initial=0.0)) for a, b in zip(first, score(), strict=True))
+        results.add(reload_worst=worst, generated_reloaded=generated(llm.generate(batch, greedy, use_tqdm=False)))
+    fcntl.flock(job["lock_fd"], fcntl.LOCK_UN)
+    if case["timed"]:
+        fcntl.flock(job["lock_fd"], fcntl.LOCK_EX)
+        with results.part("throughput"):
+            results.add(throughput=throughput(llm, vocabulary, reserved))
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    results = Results(Path(job["results"]))
+    # Held while anything of this engine may run on the GPU: who measures waits until nobody does.
+    job["lock_fd"] = os.open(job["lock"], os.O_RDWR | os.O_CREAT)
+    fcntl.flock(job["lock_fd"], fcntl.LOCK_SH)
+    run(job, results)
+    results.add(finished=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""What runs engines and judges them, with a stand-in for vLLM: errors are seen, recorded, and end nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from engine import cases, compare, faults, load, pool, prompts
+from engine.server import serving
+
+HERE = Path(__file__).resolve().parent
+SIZE = 64
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setenv("PYTHONPATH", f"{HERE / 'fake'}:{HERE}")
+    return monkeypatch
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"x")
+    return folder
+
+
+def run_worker(tmp_path: Path, folder: Path, **case: Any) -> dict[str, Any]:
+    job = {
+        "case": cases.Case("bf16", **case).as_dict(),
+        "folders": {"bf16": str(folder), "drafter-bf16": str(folder)},
+        "vocabulary": SIZE,
+        "reserved": 4,
+        "share": 0.1,
+        "lock": str(tmp_path / "lock"),
+        "results": str(tmp_path / "result.json"),
+        "tables": str(tmp_path / "tables.npz"),
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    command = [sys.executable, "-m", "engine.worker", str(tmp_path / "job.json")]
+    code = pool.run(command, tmp_path / "log", [0], 60)
+    known: dict[str, Any] = json.loads((tmp_path / "result.json").read_text())
+    return known | {"exit_code": code}
+
+
+def test_a_worker_records_every_part(fake: pytest.MonkeyPatch, tmp_path: Path, model: Path) -> None:
+    known = run_worker(tmp_path, model, drafter="bf16", timed=True)
+    assert known["finished"]
+    assert known["exit_code"] == 0
+    assert known["acceptance_length"] == 3
+    assert known["reload_worst"] == 0
+    assert set(known["throughput"]) == {"prefill_tokens_s", "decode_tokens_s"}
+    with np.load(tmp_path / "tables.npz") as tables:
+        shapes = [tables[name].shape for name in tables.files]
+    assert shapes == [(length - 1, SIZE) for length in prompts.LENGTHS]
+
+
+def test_a_reload_that_changes_numbers_is_seen(fake: pytest.MonkeyPatch, tmp_path: Path, model: Path) -> None:
+    fake.setenv("FAKE_VLLM", "forgets")
+    assert run_worker(tmp_path, model)["reload_worst"] > 1
+
+
+def test_a_model_that_does_not_load_is_recorded(fake: pytest.MonkeyPatch, tmp_path: Path, model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    known = run_worker(tmp_path, model)
+    assert known["loads"] is False
+    assert "no weights in" in known["load_error"]
+    assert known["exit_code"] == 1
+    assert "finished" not in known
+
+
+def under_load(tmp_path: Path, model: Path) -> dict[str, Any]:
+    job = {
+        "arguments": {"model": str(model)},
+        "gpus": [0],
+        "results": str(tmp_path / "result.json"),
+        "server_log": str(tmp_path / "server.log"),
+        "seconds": 4,
+        "limit": 30,
+        "vocabulary": SIZE,
+        "reserved": 4,
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    assert pool.run([sys.executable, "-m", "engine.load", str(tmp_path / "job.json")], tmp_path / "log", [0], 90) == 0
+    known: dict[str, Any] = json.loads((tmp_path / "result.json").read_text())
+    return known
+
+
+def test_right_answers_under_load(fake: pytest.MonkeyPatch, tmp_path: Path, model: Path) -> None:
+    known = under_load(tmp_path, model)
+    assert set(known["answers"]) == {"same"}
+    assert known["answers"]["same"] > load.CLIENTS
+    assert known["killed_while_streaming"]
+    assert known["alive"]
+
+
+@pytest.mark.parametrize(("fault", "word"), [("wrong", "wrong"), ("loses", "lost")])
+def test_other_answers_under_load_are_seen(
+    fake: pytest.MonkeyPatch, tmp_path: Path, model: Path, fault: str, word: str
+) -> None:
+    fake.setenv("FAKE_VLLM", fault)
+    assert under_load(tmp_path, model)["answers"][word] > 0
+
+
+def test_a_broken_checkpoint_ends_the_server_with_its_error(
+    fake: pytest.MonkeyPatch, tmp_path: Path, model: Path
+) -> None:
+    (model / "model.safetensors").unlink()
+    known = faults.give(sys.executable, {"model": str(model)}, [0], tmp_path / "log", 30)
+    assert known["answers"] is False
+    assert known["error"] == f"ValueError: no weights in {model}"
+    assert known["ended_s"] < 30
+
+
+def test_a_server_that_comes_up_with_a_broken_checkpoint_is_seen(
+    fake: pytest.MonkeyPatch, tmp_path: Path, model: Path
+) -> None:
+    assert faults.give(sys.executable, {"model": str(model)}, [0], tmp_path / "log", 30)["answers"] is True
+
+
+def test_a_server_that_hangs_is_seen_and_ended(fake: pytest.MonkeyPatch, tmp_path: Path, model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"")
+    known = faults.give(sys.executable, {"model": str(model)}, [0], tmp_path / "log", 4)
+    assert known == {"answers": None, "hangs": True}
+
+
+def test_leaving_a_server_ends_it(fake: pytest.MonkeyPatch, tmp_path: Path, model: Path) -> None:
+    with serving(sys.executable, {"model": str(model)}, [0], tmp_path / "log") as server:
+        assert server.wait(30)
+    assert server.process.poll() is not None
+
+
+def test_a_process_that_ignores_its_end_is_killed(tmp_path: Path) -> None:
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+    )
+    process = pool.start([sys.executable, "-c", stubborn], subprocess.PIPE, [0])
+    assert process.stdout
+    process.stdout.readline()
+    start = time.monotonic()
+    pool.end(process, patience=1)
+    assert process.returncode == -9
+    assert time.monotonic() - start < 10
+
+
+def test_engines_share_gpus_no_further_than_said() -> None:
+    gpus = pool.Gpus([0, 1], 2)
+    running: list[int] = []
+    most: list[int] = []
+
+    def task(taken: list[int]) -> None:
+        running.extend(taken)
+        most.append(max(running.count(0), running.count(1)))
+        time.sleep(0.02)
+        for gpu in taken:
+            running.remove(gpu)
+
+    gpus.each([(1, task)] * 9 + [(2, task)] * 3)
+    assert len(most) == 12
+    assert max(most) <= 2
+
+
+def test_difference_finds_one_moved_token() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(5, SIZE))
+    table = (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
+    other = table.copy()
+    prompt = [1, 2, 3, 4, 5, 6]
+    other[3, prompt[4]] += 0.5
+    found = compare.difference([other], [table], [prompt])
+    assert found["worst"] == pytest.approx(0.5, rel=1e-5)
+    assert found["mean"] == pytest.approx(0.1, rel=1e-5)
+    assert found["positions"] == 5
+    assert compare.difference([table], [table], [prompt])["kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_prompt_of_one_token_has_nothing_to_compare() -> None:
+    empty, table = np.zeros((0, SIZE), np.float32), np.full((1, SIZE), -np.log(SIZE), np.float32)
+    assert compare.difference([empty, table], [empty, table], [[1], [1, 2]])["positions"] == 1
+
+
+def test_continuations_that_part() -> None:
+    one = [{"tokens": [1, 2, 3, 4], "logprobs": [-1.0, -1.0, -1.0, -1.0]}]
+    two = [{"tokens": [1, 2, 9, 4], "logprobs": [-1.0, -1.5, -9.0, -9.0]}]
+    assert compare.continuations(one, two) == {"same": 0, "of": 1, "agreed": 0.5, "worst": 0.5, "mean": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs", "gap", "word"),
+    [
+        ([1, 2, 3], [-1.0, -1.0, -1.0], 1.0, "same"),
+        ([1, 2, 4], [-1.0, -1.0, -1.05], 0.1, "near"),
+        ([1, 2, 4], [-1.0, -1.0, -1.05], 1.0, "wrong"),
+        ([1, 2, 3], [-1.0, -2.0, -1.0], 1.0, "wrong"),
+        ([1, 2], [-1.0, -1.0], 1.0, "lost"),
+    ],
+)
+def test_verdict(tokens: list[int], logprobs: list[float], gap: float, word: str) -> None:
+    alone = {"tokens": [1, 2, 3], "logprobs": [-1.0] * 3, "top": [[-1.0, -1.0 - gap]] * 3, "reason": "length"}
+    assert load.verdict({"tokens": tokens, "logprobs": logprobs, "reason": "length"}, alone) == word
+
+
+def test_unknown_case_is_named() -> None:
+    with pytest.raises(LookupError, match="no case is called nonsense"):
+        cases.chosen(["nonsense"], 1)
+    assert all(case.tp == 1 for case in cases.chosen([], 1))
+    assert len({case.name for case in cases.CASES}) == len(cases.CASES)
