@@ -6,6 +6,9 @@ What makes the numbers mean something:
   `CONTRIBUTION` of it, so that half of what reaches the head is the layers' work.
 - A head row is `MEMORY` times the embedding of its predecessor in one fixed cycle through all words, plus noise of
   `SPREAD` nats: the most likely next word is mostly the cycle's next one, while every logit depends on every layer.
+- The first dimensions of an embedding are a code that says which experts the token goes to. Layers perturb it, but
+  seldom so far that two experts are nearly tied: a choice that rounding could turn would move log-probabilities by
+  more than what it is to be compared with.
 - Each 128 x 128 block of an attention projection and each group of 16 in an expert has a gain of its own between 1/4
   and 4. Scales in a wrong place are wrong by up to 16 times.
 """
@@ -26,6 +29,8 @@ from .vocabulary import FIRST_WORD, VOCABULARY, WORDS
 Tensors = dict[str, torch.Tensor]
 
 CONTRIBUTION = 0.35  # RMS of what one attention or MLP adds to the residual stream, of which the embedding is 1
+MLA_CONTRIBUTION = 0.6  # of which there are few
+CODE = 3.0  # size of the code's elements
 MEMORY, SPREAD = 0.42, 2.0
 ATTENTION_BLOCK, EXPERT_BLOCK = (contracts.BLOCK, contracts.BLOCK), (1, contracts.NVFP4_GROUP)
 # RMS of each projection's output for inputs of RMS 1. Outputs of o_proj and down_proj are made to meet CONTRIBUTION
@@ -43,7 +48,7 @@ SIZES = {
     "q_b_proj": 1.2,
     "kv_b_proj": 1.2,
 }
-KDA_OUT, MLA_OUT = CONTRIBUTION / 0.55, CONTRIBUTION / 0.35
+KDA_OUT, MLA_OUT = CONTRIBUTION / 0.55, MLA_CONTRIBUTION / 0.35
 GATE_UP, MLP_DOWN = 1.5, CONTRIBUTION / 1.2
 SHARED_DOWN, LATENT_UP = 0.2 / 1.2, 0.3
 
@@ -68,6 +73,7 @@ class Writer:
         self.tensors: Tensors = {}
         hidden = geometry.hidden
         embedding = noise(seed, "embedding", VOCABULARY, hidden)
+        embedding[:, : geometry.experts] = CODE * self.code()
         self.put("model.embed_tokens.weight", embedding)
         for layer in geometry.all_layers:
             self._layer(layer)
@@ -85,6 +91,11 @@ class Writer:
         rows[:FIRST_WORD] *= 0.25
         rows[successor(self.seed)[FIRST_WORD:]] += MEMORY * embedding[FIRST_WORD:]
         return rows / embedding.shape[1] ** 0.5
+
+    def code(self) -> torch.Tensor:
+        """[VOCABULARY, experts] of 1 and -1: as many ones in each row as a token has experts."""
+        order = noise(self.seed, "code", VOCABULARY, self.geometry.experts).argsort(dim=-1, stable=True).argsort(dim=-1)
+        return 2.0 * (order < self.geometry.experts_per_token) - 1
 
     def put(self, name: str, value: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
         self.tensors[f"{OUTER}{name}"] = value.to(dtype).contiguous()
@@ -130,13 +141,17 @@ class Writer:
 
     def _moe(self, at: str) -> None:
         geometry = self.geometry
-        self.linear(f"{at}.gate", (geometry.experts, geometry.hidden), 2.0)
+        gate = matrix(self.seed, f"{at}.gate", geometry.experts, geometry.hidden, 0.3, None)
+        gate[permutation(self.seed, f"{at}.code", geometry.experts), torch.arange(geometry.experts)] += 1.0
+        self.put(f"{at}.gate.weight", gate)
         bias = 0.1 * noise(self.seed, f"{at}.gate.e_score_correction_bias", geometry.experts)
         self.put(f"{at}.gate.e_score_correction_bias", bias, torch.float32)
         self.linear(f"{at}.routed_expert_down_proj", (geometry.latent, geometry.hidden), 1.0)
         for expert in range(geometry.experts):
+            # No two neighbours of one size, so that an expert under another's scale, or under one twice, shows: the
+            # norm behind the experts would hide a factor that they share.
             for projection, shape in geometry.expert().items():
-                size = 1.0 if projection == "w2" else 2.0
+                size = 2.0 ** (expert % 3) if projection != "w2" else 2.0 ** -(expert % 4)
                 self.linear(f"{at}.experts.{expert}.{projection}", shape, size, EXPERT_BLOCK)
         self.norm(f"{at}.routed_expert_norm", geometry.latent)
         self.linear(f"{at}.routed_expert_up_proj", (geometry.hidden, geometry.latent), LATENT_UP)
@@ -216,7 +231,8 @@ def dequantized(tensors: Tensors) -> Tensors:
     return made
 
 
-QUANTIZED = (torch.uint8, torch.float8_e4m3fn)
+# Which algorithm a matrix's type tells of: no other tensors have one of these as a weight.
+QUANTIZED = {torch.uint8: "NVFP4", torch.float8_e4m3fn: contracts.ALGORITHM}
 SCALES = (".weight_scale", ".weight_scale_2", ".input_scale", ".weight_global_scale", ".input_global_scale")
 
 
