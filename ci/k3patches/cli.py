@@ -20,6 +20,7 @@ from k3patches import contents, contracts, fetch, lint, manifest, patchtests, re
 from k3patches.base import Base
 from k3patches.errors import UserError
 from k3patches.git import GitError
+from k3patches.pr.command import export_command, import_command
 from k3patches.project import Project
 from k3patches.rebase.command import rebase_command
 from k3patches.rebase.replay import replay_command
@@ -357,6 +358,8 @@ def patch_tests_command(release: str | None, python: str) -> None:
         raise UserError(f"tests that the patches for vLLM {base.release} carry fail in {patched}, see above")
 
 
+cli.add_command(export_command)
+cli.add_command(import_command)
 cli.add_command(rebase_command)
 cli.add_command(replay_command)
 cli.add_command(table_command)

@@ -30,27 +30,32 @@ def git(
     date: datetime | None = None,
     messages: bool = False,
     env: Mapping[str, str] | None = None,
+    given: str = "",
 ) -> str:
     """Run git without the user's and the system's configuration and return what it prints.
 
     Committer and dates are fixed, so that the same input gives the same commit.
-    ``messages`` returns what git says on its standard error instead; ``env`` adds GIT_* variables.
+    ``messages`` returns what git says on its standard error instead; ``env`` adds GIT_* variables; git reads ``given``.
     """
-    extra = dict(env or {})
-    env = _clean_environment()
-    env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1"}
-    for role in ("AUTHOR", "COMMITTER"):
-        env[f"GIT_{role}_NAME"], env[f"GIT_{role}_EMAIL"] = IDENTITY
-        if date:
-            env[f"GIT_{role}_DATE"] = date.isoformat()
+    fixed_env = plain_environment()
+    if date:
+        fixed_env |= {f"GIT_{role}_DATE": date.isoformat() for role in ("AUTHOR", "COMMITTER")}
     # Windows-style checkouts, hooks and signing of the user's own must not change what is built.
     fixed = ["-c", "core.autocrlf=false", "-c", f"core.hooksPath={os.devnull}", "-c", "init.defaultBranch=main"]
-    return _run(["git", *fixed, *map(str, args)], cwd, env | extra)[messages]
+    return _run(["git", *fixed, *map(str, args)], cwd, fixed_env | dict(env or {}), given)[messages]
 
 
 def git_as_user(*args: str | Path, cwd: Path) -> str:
     """Run git with the user's configuration: credentials, proxies and URL rewrites for a remote."""
     return _run(["git", *map(str, args)], cwd, _clean_environment())[0]
+
+
+def plain_environment() -> dict[str, str]:
+    """The environment without the user's and the system's git configuration, for programs that run git themselves."""
+    env = _clean_environment() | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1"}
+    for role in ("AUTHOR", "COMMITTER"):
+        env[f"GIT_{role}_NAME"], env[f"GIT_{role}_EMAIL"] = IDENTITY
+    return env
 
 
 def _clean_environment() -> dict[str, str]:
@@ -59,9 +64,9 @@ def _clean_environment() -> dict[str, str]:
     return env | {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0"}
 
 
-def _run(command: list[str], cwd: Path, env: dict[str, str]) -> tuple[str, str]:
+def _run(command: list[str], cwd: Path, env: dict[str, str], given: str = "") -> tuple[str, str]:
     try:
-        done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, check=False)
+        done = subprocess.run(command, cwd=cwd, env=env, input=given.encode(), capture_output=True, check=False)
     except (FileNotFoundError, NotADirectoryError) as e:
         # The same exception says that there is no folder to run it in.
         if not cwd.is_dir():

@@ -168,16 +168,22 @@ def _each_prefix_compiles(bench: Bench) -> Iterator[str]:
 
 
 def _upstream_format(bench: Bench) -> Iterator[str]:
-    ruff = _tool("ruff")
     python = sorted({f for p in bench.patches for f in p.files if f.endswith(".py") and (bench.tree / f).is_file()})
+    for told in unformatted(bench.tree, python):
+        yield f"ruff {told}"
+
+
+def unformatted(tree: Path, python: Sequence[str]) -> Iterator[str]:
+    """What ruff, with the tree's configuration, says against the files ``python``."""
+    ruff = _tool("ruff")
     if not python:
         return
     for arguments in (["check", "--quiet"], ["format", "--check", "--quiet"]):
         command = [ruff, *arguments, "--no-cache", *python]
-        done = subprocess.run(command, cwd=bench.tree, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
         if done.returncode:
             told = (done.stdout + done.stderr).strip().splitlines()
-            yield f"ruff {arguments[0]} with the tree's configuration: {'; '.join(told[:3])}"
+            yield f"{arguments[0]} with the tree's configuration: {'; '.join(told[:3])}"
 
 
 def _applies_with_patch(bench: Bench) -> Iterator[str]:

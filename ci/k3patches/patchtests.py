@@ -28,13 +28,18 @@ def run(patches: Sequence[Patch], tree: Path, python: str, jobs: str = "auto", o
     if not chosen:
         # Without a name, pytest would run all of upstream's.
         return True
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "k3patches.cpu_plugin", "-m", "cpu_test"]
-    command += ["-n", jobs, "--dist", "loadfile"]
-    path = os.pathsep.join([str(tree), str(Path(__file__).parents[1])])
-    env = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    # Small tensors: threads that wait for each other only take CPU time from the other processes.
-    env |= {"OMP_NUM_THREADS": "1"}
-    return (
-        subprocess.run([*command, *chosen], cwd=tree, env=env, stdout=output, stderr=output, check=False).returncode
-        == 0
+    arguments, env = command(python, tree, jobs)
+    done = subprocess.run(
+        [*arguments, *chosen], cwd=tree, env=os.environ | env, stdout=output, stderr=output, check=False
     )
+    return done.returncode == 0
+
+
+def command(python: str, tree: Path, jobs: str = "0") -> tuple[list[str], dict[str, str]]:
+    """The start of pytest's command line for tests in ``tree``, and what the environment must have."""
+    arguments = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "k3patches.cpu_plugin", "-m", "cpu_test"]
+    arguments += ["-n", jobs, "--dist", "loadfile"]
+    path = os.pathsep.join([str(tree), str(Path(__file__).parents[1])])
+    env = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    # Small tensors: threads that wait for each other only take CPU time from the other processes.
+    return arguments, env | {"OMP_NUM_THREADS": "1"}

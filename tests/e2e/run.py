@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_k3
 from engine import cases, compare, faults, pool, prompts, worker
-from tiny_k3 import damage
+from tiny_k3 import vocabulary
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("engines", "load", "faults")
@@ -50,7 +50,6 @@ class Run:
         self.folders: dict[str, str] = {}
         self.gpus = pool.Gpus(options.gpus, options.jobs_per_gpu)
         self.share = round(0.85 / options.jobs_per_gpu, 3)
-        self.text_config: dict[str, Any] = {}
 
     def save(self) -> None:
         new = self.options.out.with_suffix(".new")
@@ -64,8 +63,6 @@ class Run:
             self.folders[form] = str(self._written(root / form, tiny_k3.write_target, form))
         for form in tiny_k3.DRAFTER_FORMS:
             self.folders[f"drafter-{form}"] = str(self._written(root / f"drafter-{form}", tiny_k3.write_drafter, form))
-        config = json.loads((Path(self.folders["bf16"]) / "config.json").read_text())
-        self.text_config = config.get("text_config", config)
 
     @staticmethod
     def _written(folder: Path, write: Any, form: str) -> Path:
@@ -76,8 +73,8 @@ class Run:
         """What every job file holds."""
         return {
             "folders": self.folders,
-            "vocabulary": self.text_config["vocab_size"],
-            "reserved": tiny_k3.RESERVED_TOKENS,
+            "vocabulary": vocabulary.VOCABULARY,
+            "reserved": vocabulary.FIRST_WORD,
             "share": self.share,
             "lock": str(self.work / "gpu.lock"),
             "arguments": self.options.argument,
@@ -134,6 +131,8 @@ class Run:
 
     def fault(self, name: str, gpus: list[int]) -> None:
         say(f"fault {name}: starts")
+        from tiny_k3 import damage
+
         fault = damage.FAULTS[name]
         with tempfile.TemporaryDirectory(dir=self.work) as scratch:
             folders = dict(self.folders)
@@ -152,16 +151,15 @@ class Run:
 
     def compare(self) -> None:
         """Differences of every engine that scored the prompts to the float64 computation and to one another."""
-        batch = prompts.prompts(self.text_config["vocab_size"], reserved=tiny_k3.RESERVED_TOKENS)
+        batch = prompts.prompts(vocabulary.VOCABULARY, reserved=vocabulary.FIRST_WORD)
         exact = self.exact()
         for name, known in self.results["engines"].items():
             path = self.work / f"{name}.npz"
             case = known["case"]
             if path.exists():
                 tables = unpacked(path)
-                truth = "bf16" if case["target"] == "bf16" else case["target"]
-                if truth in exact:
-                    known["to_exact"] = compare.difference(tables, exact[truth], batch)
+                if case["target"] in exact:
+                    known["to_exact"] = compare.difference(tables, exact[case["target"]], batch)
                 like = self.work / f"{cases.Case('reference', cache=case['cache']).name}.npz"
                 if like.exists():
                     known["to_reference"] = compare.difference(tables, unpacked(like), batch)
@@ -195,6 +193,8 @@ class Run:
         if "load" in self.options.parts:
             tasks.append((1, self.load))
         if "faults" in self.options.parts:
+            from tiny_k3 import damage
+
             tasks += [(1, lambda gpus, name=name: self.fault(name, gpus)) for name in damage.FAULTS]
         self.gpus.each(tasks)
         if "engines" in self.options.parts:

@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from k3patches.git import git
+from k3patches.git import GitError, git
 from k3patches.tree import PRISTINE_TAG
 
 
@@ -21,12 +21,17 @@ class Commit:
     author: tuple[str, str, str]
 
 
-def work_tree(folder: Path, pristine: str, objects: list[Path]) -> None:
-    """Make ``folder`` a git work tree at the commit ``pristine``; what lies in ``objects`` is not copied."""
+def work_tree(folder: Path, pristine: str, objects: list[Path], shallow: Path | None = None) -> None:
+    """Make ``folder`` a git work tree at the commit ``pristine``; what lies in ``objects`` is not copied.
+
+    ``shallow`` is the file that says where the history in ``objects`` ends, if it is not whole.
+    """
     folder.mkdir(parents=True)
     git("init", "-q", ".", cwd=folder)
     alternates = folder / ".git" / "objects" / "info" / "alternates"
     alternates.write_text("".join(f"{path.resolve()}\n" for path in objects))
+    if shallow:
+        shutil.copy2(shallow, folder / ".git" / "shallow")
     # gc would copy the borrowed objects, and what a person does not see yet must not be pruned.
     for key, value in (("gc.auto", "0"), ("merge.conflictStyle", "diff3"), ("core.autocrlf", "false")):
         git("config", key, value, cwd=folder)
@@ -45,6 +50,19 @@ def head(tree: Path) -> str:
 
 def tree_of(tree: Path, commit: str = "HEAD") -> str:
     return git("rev-parse", f"{commit}^{{tree}}", cwd=tree).strip()
+
+
+def parent(tree: Path, commit: str) -> str:
+    return git("rev-parse", f"{commit}^", cwd=tree).strip()
+
+
+def has(tree: Path, what: str) -> bool:
+    """Whether there is such an object: ``COMMIT``, or ``COMMIT:PATH``."""
+    try:
+        git("cat-file", "-e", what, cwd=tree)
+    except GitError:
+        return False
+    return True
 
 
 def commit_of(tree: Path, commit: str = "HEAD") -> Commit:

@@ -19,7 +19,7 @@ def take_back(tree: Path, shown: Path) -> None:
     """
     if untracked := git("ls-files", "--others", "--exclude-standard", "-z", cwd=tree).split("\0")[0]:
         raise NeedsPerson(f"{shown / untracked} belongs to no commit: git add it, or remove it")
-    if any((tree / ".git" / name).exists() for name in ("rebase-merge", "rebase-apply")):
+    if under_way(tree):
         raise NeedsPerson(f"a git rebase or am of your own is under way in {shown}: finish it first")
     changed = [p for p in git("diff", "HEAD", "--name-only", "-z", cwd=tree).split("\0") if p]
     if left := carry.markers(tree, None, changed):
@@ -35,6 +35,11 @@ def take_back(tree: Path, shown: Path) -> None:
             f"{shown / changed[0]} is changed and not committed: commit it into the patch that it belongs to "
             f"(git commit --fixup COMMIT, then git rebase -i --autosquash {PRISTINE_TAG})"
         )
+
+
+def under_way(tree: Path) -> bool:
+    """Whether a rebase or am of the person's own is not finished."""
+    return any((tree / ".git" / name).exists() for name in ("rebase-merge", "rebase-apply"))
 
 
 def _commit_pick(tree: Path) -> None:

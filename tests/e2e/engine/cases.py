@@ -6,8 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-SPECULATIVE_TOKENS = 7
-
 
 @dataclass(frozen=True)
 class Case:

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tiny_k3
 
 from engine import prompts
-from engine.cases import SPECULATIVE_TOKENS
 
 TIMED_PROMPTS, TIMED_LENGTH, TIMED_GENERATED = 32, 1024, 128
-CACHE_BYTES = 2 << 30
+CACHE_BYTES = 1 << 30
 LONGEST = 2048
 
 
@@ -69,12 +69,13 @@ def engine_arguments(case: dict[str, Any], folders: dict[str, str], share: float
         "max_num_seqs": 64,
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
+        "limit_mm_per_prompt": {"image": 0, "video": 0},
     }
     if case["drafter"]:
         made["speculative_config"] = {
             "method": "dspark",
             "model": folders[f"drafter-{case['drafter']}"],
-            "num_speculative_tokens": SPECULATIVE_TOKENS,
+            "num_speculative_tokens": tiny_k3.DRAFT_TOKENS,
         }
     return made
 

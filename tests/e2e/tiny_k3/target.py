@@ -30,8 +30,8 @@ Tensors = dict[str, torch.Tensor]
 
 CONTRIBUTION = 0.35  # RMS of what one attention or MLP adds to the residual stream, of which the embedding is 1
 MLA_CONTRIBUTION = 0.6  # of which there are few
-CODE = 3.0  # size of the code's elements
-MEMORY, SPREAD = 0.42, 2.0
+CODE = 4.0  # size of the code's elements
+MEMORY, SPREAD = 0.5, 2.0
 ATTENTION_BLOCK, EXPERT_BLOCK = (contracts.BLOCK, contracts.BLOCK), (1, contracts.NVFP4_GROUP)
 # RMS of each projection's output for inputs of RMS 1. Outputs of o_proj and down_proj are made to meet CONTRIBUTION
 # with the RMS that their inputs were seen to have.
@@ -89,7 +89,9 @@ class Writer:
         """lm_head [VOCABULARY, hidden]. Special tokens have no predecessor and are rarely likely."""
         rows = SPREAD * noise(self.seed, "head", *embedding.shape)
         rows[:FIRST_WORD] *= 0.25
-        rows[successor(self.seed)[FIRST_WORD:]] += MEMORY * embedding[FIRST_WORD:]
+        remembered = embedding.clone()
+        remembered[:, : self.geometry.experts] = 0  # words that share experts shall not look alike
+        rows[successor(self.seed)[FIRST_WORD:]] += MEMORY * remembered[FIRST_WORD:]
         return rows / embedding.shape[1] ** 0.5
 
     def code(self) -> torch.Tensor:
