@@ -55,7 +55,7 @@ def geometry(target: Geometry) -> contracts.DrafterGeometry:
     return contracts.DrafterGeometry(
         layers=5,
         hidden=target.hidden,
-        heads=attention.heads,
+        heads=16,  # of which the hidden size must be a multiple for a drafter's configuration class
         q_lora=attention.q_lora,
         kv_lora=attention.kv_lora,
         nope=attention.nope,

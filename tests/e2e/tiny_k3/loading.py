@@ -1,0 +1,170 @@
+"""python -m tiny_k3.loading TREE FOLDER [--drafter FOLDER]: load a checkpoint into a vLLM source tree, on CPU.
+
+The model is built by vLLM's own classes and filled by their own loaders; only what a machine without a GPU lacks is
+stood in for. Prints a JSON object: which parameters nothing was loaded into, which of the checkpoint's tensors nobody
+asked for, and the quantization method of every linear layer and expert bank. This alone of the package imports vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tiny_k3.loading")
+    parser.add_argument("tree", metavar="TREE", type=Path)
+    parser.add_argument("folder", metavar="FOLDER", type=Path)
+    parser.add_argument("--drafter", metavar="FOLDER", type=Path)
+    parser.add_argument("--size", type=int, default=1, help="tensor parallel ranks, of which the last is built")
+    chosen = parser.parse_args()
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, str(chosen.tree.resolve()))
+    report = drafter(chosen.folder, chosen.drafter) if chosen.drafter else target(chosen.folder, chosen.size)
+    print(json.dumps(report))
+
+
+def target(folder: Path, size: int) -> dict[str, Any]:
+    """Load a target as the last of `size` ranks holds it."""
+    import torch
+    from k3 import compat
+    from k3.modules import MODEL_DTYPE, poisoned_memory
+    from vllm.config import DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    compat.inspect_models_in_process()
+    options = {"limit_mm_per_prompt": {"image": 0}} if "vision_config" in _config(folder) else {}
+    model_config = ModelConfig(model=str(folder), tokenizer=str(folder), dtype="bfloat16", max_model_len=256, **options)
+    config = VllmConfig(model_config=model_config, device_config=DeviceConfig(device="cpu"))
+    compat.start_distributed(config)
+    with (
+        buildable(),
+        compat.tensor_parallel(size, size - 1),
+        poisoned_memory(),
+        torch.no_grad(),
+        set_default_torch_dtype(MODEL_DTYPE),
+        set_current_vllm_config(config),
+    ):
+        model = initialize_model(config)
+        return _load(model, _weights(model_config, model), model.load_weights)
+
+
+def drafter(folder: Path, draft: Path) -> dict[str, Any]:
+    """Load a drafter beside a target's configuration, through vLLM's own load_dspark_model."""
+    from dspark import compat, modules
+    from k3 import compat as k3_compat
+    from vllm.config import set_current_vllm_config
+
+    k3_compat.inspect_models_in_process()
+    beside = modules.Target(modules.target_config(folder))
+    k3_compat.start_distributed(beside.config)
+    config = beside.with_drafter(draft, "auto")
+    text = _config(folder)
+    text = text.get("text_config", text)
+    seen: dict[str, Any] = {}
+
+    def built(model: Any) -> None:
+        load = model.load_weights
+        model.load_weights = lambda weights: seen.update(_load(model, weights, load))
+
+    with compat.loadable(built), k3_compat.tensor_parallel(1, 0), set_current_vllm_config(config):
+        compat.load_dspark_model(beside.module(text["hidden_size"], text["vocab_size"]), config)
+    return seen
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def _weights(model_config: Any, model: Any) -> Iterator[tuple[str, Any]]:
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    return get_model_loader(LoadConfig(use_tqdm_on_load=False)).get_all_weights(model_config, model)
+
+
+def _load(model: Any, weights: Iterator[tuple[str, Any]], load: Callable[..., set[str]]) -> dict[str, Any]:
+    """Let the model load, watching which tensors it does more with than look at their shape."""
+    import torch
+
+    asked: set[str] = set()
+    names: list[str] = []
+
+    class Watched(torch.Tensor):
+        origin: str
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.__name__ not in LOOKS:
+                asked.update(arg.origin for arg in args if isinstance(arg, Watched))
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+    def watched() -> Iterator[tuple[str, Any]]:
+        for name, tensor in weights:
+            marked = tensor.as_subclass(Watched)
+            marked.origin = name
+            names.append(name)
+            yield name, marked
+
+    loaded = load(watched())
+    return _report(model, loaded, [name for name in names if name not in asked])
+
+
+LOOKS = ("__get__", "dim", "size", "numel", "element_size", "is_contiguous", "__len__")
+
+
+def _report(model: Any, loaded: set[str], unused: list[str]) -> dict[str, Any]:
+    methods = {
+        name: type(module.quant_method).__name__
+        for name, module in model.named_modules()
+        if getattr(module, "quant_method", None) is not None
+    }
+    parameters = {name for name, _ in model.named_parameters()}
+    return {"unloaded": sorted(parameters - loaded), "unused": unused, "methods": methods}
+
+
+@contextlib.contextmanager
+def buildable() -> Iterator[None]:
+    """While this holds, the multimodal model and its experts can be built without a GPU."""
+    import torch
+    from k3 import compat, kernels
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantized
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+    from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.quantization import modelopt
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w4a4_nvfp4 as compressed,
+    )
+    from vllm.platforms import current_platform
+
+    log = kernels.Log()
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        enter(compat.buildable())
+        enter(
+            compat.linear_kernels(kernels.factory(kernels.BlockKernel, log), kernels.factory(kernels.Mxfp8Kernel, log))
+        )
+        enter(mock.patch.object(torch.cuda, "Event"))
+        here = lambda *_: torch.device("cpu")  # noqa: E731
+        enter(mock.patch.object(type(current_platform), "current_device", here, create=True))
+        for module in (modelopt, compressed):
+            chosen = NvFp4MoeBackend.MARLIN, MarlinExperts
+            enter(mock.patch.object(module, "select_nvfp4_moe_backend", return_value=chosen))
+        plain = UnquantizedMoeBackend.TRITON, None
+        enter(mock.patch.object(unquantized, "select_unquantized_moe_backend", return_value=plain))
+        yield
+
+
+if __name__ == "__main__":
+    main()
