@@ -1,0 +1,109 @@
+"""Exports of a whole series: one after the other, and a table of what came out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from k3patches.errors import UserError
+from k3patches.pr import place
+from k3patches.pr.desk import Desk
+from k3patches.pr.export import Done, Export
+from k3patches.pr.runs import Results
+from k3patches.series import Patch
+
+# The exit code where a branch was made and nothing could be run on it.
+NOT_RUN = 6
+# What is tried of a branch beyond its export: words on how it went, or an error.
+Trial = Callable[[Desk, Patch], str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One patch; ``why`` is the error, where there was one, and ``trip`` how the way back went, where it was tried."""
+
+    patch: str
+    code: int
+    commit: str = ""
+    below: int = 0
+    format: str = ""
+    tests: tuple[str, str] = ("", "")
+    contracts: tuple[str, str] = ("", "")
+    trip: str = ""
+    why: str = ""
+
+
+def export(desk: Desk, patch: Patch, trial: Trial | None) -> Row:
+    """Export one of several; what stops it stops none of the others."""
+    try:
+        done = Export(desk, patch).run()
+        trip = trial(desk, patch) if trial else ""
+    except UserError as e:
+        click.echo(f"{patch.name}: {e.message}", err=True)
+        return Row(patch.name, e.exit_code, why=e.message)
+    if not trial:
+        tell(desk, done)
+    return _row(patch, done.record.commit, done.below, done.results, trip)
+
+
+def _row(patch: Patch, commit: str, below: int, results: Results, trip: str) -> Row:
+    sides = [[pair[side] for pair in results.contracts.values()] for side in (0, 1)]
+    before, after = ("; ".join(map(str, side)) for side in sides)
+    return Row(
+        patch.name,
+        NOT_RUN if results.without else 0,
+        commit,
+        below,
+        "not run" if results.unformatted is None else "; ".join(results.unformatted) or "ok",
+        ("", "") if results.without else (str(results.tests[0]), str(results.tests[1])),
+        (before, after),
+        trip,
+    )
+
+
+def show(desk: Desk, rows: Sequence[Row]) -> None:
+    """Print the table for a person."""
+    table = Table(
+        "patch",
+        "below",
+        "format",
+        "own tests without it",
+        "with it",
+        "contracts without it",
+        "with it",
+        "there and back",
+        title=f"onto {desk.upstream.label}",
+    )
+    for row in rows:
+        name = row.patch.removesuffix(".patch")
+        if row.why:
+            table.add_row(name, "", f"exit code {row.code}: {row.why}")
+        else:
+            table.add_row(name, str(row.below or ""), row.format, *row.tests, *row.contracts, row.trip)
+    Console(markup=False, highlight=False).print(table)
+
+
+def write(path: Path, desk: Desk, rows: Sequence[Row]) -> None:
+    data = {"base": desk.release, "onto": desk.upstream.label, "patches": [asdict(row) for row in rows]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(json.dumps(data, indent=1) + "\n")
+    new.replace(path)
+
+
+def tell(desk: Desk, done: Done) -> None:
+    """Say where a branch is, and what is left to a person."""
+    where = desk.shown(done.folder)
+    branch = f"{done.record.branch} in {done.record.gitdir}" if done.record.gitdir else f"{where / place.TREE}"
+    state = "unchanged" if done.unchanged else "written"
+    click.echo(f"{done.record.patch}: {state}, {branch} ({done.record.commit[:12]}), {where / place.DESCRIPTION}")
+    if done.unknown:
+        click.echo(f"  left to be filled in: {', '.join(done.unknown)}", err=True)
+    if done.results.without:
+        click.echo(f"  neither tests nor contracts were run: {done.results.without}", err=True)

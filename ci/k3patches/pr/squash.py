@@ -1,0 +1,55 @@
+"""Read a branch that people worked on: its commits as one change, with its message and everybody's credit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from k3patches.errors import UserError
+from k3patches.git import GitError, git
+from k3patches.pr import strip
+from k3patches.rebase import gitwork
+from k3patches.rebase.gitwork import Commit
+
+CREDIT = ("Signed-off-by", "Co-authored-by")
+DRAFTS = ("fixup! ", "squash! ", "amend! ")
+
+
+def commits(tree: Path, start: str, branch: str) -> list[Commit]:
+    """The commits of ``branch`` above ``start``, oldest first; they must be a line."""
+    try:
+        git("merge-base", "--is-ancestor", start, branch, cwd=tree)
+    except GitError:
+        raise UserError(
+            f"the branch no longer stands on {start[:12]}, which it was exported onto: name the commit below its first "
+            f"one with --since"
+        ) from None
+    if merges := git("rev-list", "--merges", f"{start}..{branch}", cwd=tree).split():
+        raise UserError(
+            f"the branch has a merge, {merges[0][:12]}: rebase it into a line, and name what is below it with --since"
+        )
+    found = [gitwork.commit_of(tree, c) for c in git("rev-list", "--reverse", f"{start}..{branch}", cwd=tree).split()]
+    if not found:
+        raise UserError("the branch holds no commit of the patch: nothing is imported")
+    return found
+
+
+def message(found: Sequence[Commit], patch: Commit, exported: Commit | None) -> str:
+    """The patch's message after the branch ``found``: the first commit's, this project's trailers, and all credits."""
+    first, *others = found
+    if exported and first.message == exported.message:
+        body, trailers = strip.split(patch.message)
+    else:
+        body, trailers = strip.split(first.message)
+        trailers = [line for line in strip.split(patch.message)[1] if strip.own(line)] + [
+            line for line in trailers if not strip.own(line)
+        ]
+    known = {address for _, address, _ in (patch.author, first.author)}
+    for commit in others:
+        name, address, _ = commit.author
+        credits = [line for line in strip.split(commit.message)[1] if line.partition(": ")[0] in CREDIT]
+        # Whoever signs off is named by that; a review's author who does not is a co-author.
+        if address not in known and not any(f"<{address}>" in line for line in [*credits, *trailers]):
+            credits.insert(0, f"Co-authored-by: {name} <{address}>")
+        trailers += [line for line in credits if line not in trailers]
+    return strip.joined(body, trailers)
