@@ -10,6 +10,7 @@ from dspark import formats as formats
 from dspark.checkpoint import Geometry as DrafterGeometry
 from dspark.formats import BLOCK, NVFP4_GROUP
 from k3.checkpoint import ALGORITHM, Geometry, hf_quant_config, quantization_config
+from k3.damage import damaged_scale
 from k3.reference import dequantize
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "NVFP4_GROUP",
     "DrafterGeometry",
     "Geometry",
+    "damaged_scale",
     "dequantize",
     "formats",
     "hf_quant_config",

@@ -1,8 +1,9 @@
-"""python -m tiny_k3.loading TREE FOLDER [--drafter FOLDER]: load a checkpoint into a vLLM source tree, on CPU.
+"""python -m tiny_k3.loading TREE FOLDER..: load checkpoints into a vLLM source tree, on CPU.
 
-The model is built by vLLM's own classes and filled by their own loaders; only what a machine without a GPU lacks is
-stood in for. Prints a JSON object: which parameters nothing was loaded into, which of the checkpoint's tensors nobody
-asked for, and the quantization method of every linear layer and expert bank. This alone of the package imports vLLM.
+The models are built by vLLM's own classes and filled by their own loaders; only what a machine without a GPU lacks is
+stood in for. A drafter is loaded beside the target that was named before it. Prints a JSON list: for each folder the
+parameters that nothing was loaded into, the checkpoint's tensors that nobody asked for, and the quantization method of
+every linear layer and expert bank; or why it was refused. This alone of the package imports vLLM.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,28 @@ from unittest import mock
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tiny_k3.loading")
     parser.add_argument("tree", metavar="TREE", type=Path)
-    parser.add_argument("folder", metavar="FOLDER", type=Path)
-    parser.add_argument("--drafter", metavar="FOLDER", type=Path)
-    parser.add_argument("--size", type=int, default=1, help="tensor parallel ranks, of which the last is built")
+    parser.add_argument("folders", metavar="FOLDER", type=Path, nargs="+")
+    parser.add_argument("--size", type=int, default=1, help="tensor parallel ranks, of which the last is loaded")
     chosen = parser.parse_args()
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ["OMP_NUM_THREADS"] = "1"
     sys.dont_write_bytecode = True
-    sys.path.insert(0, str(chosen.tree.resolve()))
-    report = drafter(chosen.folder, chosen.drafter) if chosen.drafter else target(chosen.folder, chosen.size)
-    print(json.dumps(report))
+    # The contracts' stand-ins for a GPU.
+    sys.path[:0] = [str(chosen.tree.resolve()), str(Path(__file__).resolve().parents[2] / "contracts")]
+    reports, beside = [], None
+    for folder in chosen.folders:
+        try:
+            if _config(folder)["model_type"] == "k3_dspark":
+                if beside is None:
+                    parser.error(f"{folder} is a drafter: name its target first")
+                reports.append(drafter(beside, folder, chosen.size))
+            else:
+                beside = folder
+                reports.append(target(folder, chosen.size))
+        except Exception as error:
+            traceback.print_exc()
+            reports.append({"refused": f"{type(error).__name__}: {error}"})
+    print(json.dumps(reports))
 
 
 def target(folder: Path, size: int) -> dict[str, Any]:
@@ -55,10 +70,15 @@ def target(folder: Path, size: int) -> dict[str, Any]:
         set_current_vllm_config(config),
     ):
         model = initialize_model(config)
-        return _load(model, _weights(model_config, model), model.load_weights)
+        report = _load(model, _weights(model_config, model), model.load_weights)
+        if model_config.hf_text_config.num_nextn_predict_layers:
+            config.compilation_config.static_forward_context.clear()
+            draft = initialize_model(config, model_class=compat.model_classes()["mtp"])
+            report["mtp"] = _load(draft, _weights(model_config, draft), draft.load_weights)
+        return report
 
 
-def drafter(folder: Path, draft: Path) -> dict[str, Any]:
+def drafter(folder: Path, draft: Path, size: int) -> dict[str, Any]:
     """Load a drafter beside a target's configuration, through vLLM's own load_dspark_model."""
     from dspark import compat, modules
     from k3 import compat as k3_compat
@@ -76,7 +96,7 @@ def drafter(folder: Path, draft: Path) -> dict[str, Any]:
         load = model.load_weights
         model.load_weights = lambda weights: seen.update(_load(model, weights, load))
 
-    with compat.loadable(built), k3_compat.tensor_parallel(1, 0), set_current_vllm_config(config):
+    with compat.loadable(built), k3_compat.tensor_parallel(size, size - 1), set_current_vllm_config(config):
         compat.load_dspark_model(beside.module(text["hidden_size"], text["vocab_size"]), config)
     return seen
 
