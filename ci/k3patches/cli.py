@@ -16,7 +16,22 @@ import click
 from rich.console import Console
 
 from k3patches import base as bases
-from k3patches import contents, contracts, fetch, lint, manifest, patchtests, refresh, series, tree, verify, wheels
+from k3patches import (
+    contents,
+    contracts,
+    fetch,
+    lint,
+    manifest,
+    patchtests,
+    provenance,
+    refresh,
+    sbom,
+    series,
+    tree,
+    verify,
+    wheelfiles,
+    wheels,
+)
 from k3patches.base import Base
 from k3patches.errors import UserError
 from k3patches.git import GitError
@@ -281,6 +296,20 @@ def status_command(wheel: Path | None, python: str | None, as_json: bool) -> Non
     sys.exit(status.verdict)
 
 
+@cli.command("sbom")
+@click.argument("wheel", type=FILE)
+def sbom_command(wheel: Path) -> None:
+    """Print the bill of materials that WHEEL carries, as CycloneDX JSON.
+
+    An installed vLLM has it too, in its dist-info folder below sboms/.
+    """
+    with wheelfiles.opened(wheel) as opened:
+        name = f"{opened.dist_info_path}/{sbom.FILE}"
+        if name not in opened.namelist():
+            raise UserError(f"{wheel.name} carries no {sbom.FILE}: build it again, or name a wheel of this project")
+        click.echo(opened.read(name).decode(), nl=False)
+
+
 @cli.command("lint")
 @BASE_OPTION
 @_input_options(wheel=False)
@@ -385,7 +414,8 @@ def _wheel(
     project: Project, base: Base, patches: Sequence[Patch], how: Official | SourceBuild, out: Path | None
 ) -> None:
     patched, stage = project.patched_tree(base.release), project.build_dir(base.release) / "wheel"
-    click.echo(wheels.make(base, project.revision, patches, patched, how, stage, out or project.dist_dir))
+    origin = provenance.here(project.root, base.epoch)
+    click.echo(wheels.make(base, project.revision, patches, patched, how, stage, out or project.dist_dir, origin))
 
 
 def _this_arch() -> str:

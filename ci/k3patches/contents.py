@@ -49,13 +49,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Status:
-    """``damaged`` lists files that are not what RECORD or the manifest says, patched or not."""
+    """``damaged`` lists files that are not what RECORD or the manifest says, patched or not.
+
+    ``built_by`` is the revision of this project that built it, in words.
+    """
 
     where: str
     version: str
     verdict: Verdict
     rows: list[Row]
     damaged: list[str]
+    built_by: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self) | {"verdict": self.verdict.name.lower()}, indent=1)
@@ -102,6 +106,8 @@ def show(status: Status, console: Console) -> None:
     if status.verdict is Verdict.STOCK:
         console.print("stock: it carries no patch of this project")
         return
+    if status.built_by:
+        console.print(f"built by {status.built_by}", soft_wrap=True)
     table = Table("fix", "patch", "upstream", "files")
     for row in status.rows:
         table.add_row(row.fix, row.patch, row.upstream_status, row.state)
@@ -180,7 +186,7 @@ def _judge(
         wrong[manifests.FILE] = f"says version {manifest.version}"
     verdict = Verdict.TAMPERED if wrong else Verdict.WHOLE
     damaged = [f"{name}: {state}" for name, state in wrong.items()]
-    return Status(where, version, verdict, list(_rows(manifest, wrong)), damaged)
+    return Status(where, version, verdict, list(_rows(manifest, wrong)), damaged, manifest.provenance.told)
 
 
 def _rows(manifest: Manifest, wrong: dict[str, str]) -> Iterator[Row]:

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from k3patches.base import Artifact, Base
+from k3patches.provenance import Provenance
 from k3patches.series import Patch
 
 FILE = "k3-patches.json"
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Manifest:
 
     ``build`` is ``overlay`` or ``source``; ``pins`` are the archives used, by role.
     ``files`` maps each patched file in the wheel to the sha256 it must have (``None``: must not be there).
+    ``provenance`` is kept in SLSA's terms.
     """
 
     version: str
@@ -42,11 +44,14 @@ class Manifest:
     source: str
     pins: dict[str, Artifact]
     patches: list[PatchRecord]
+    provenance: Provenance
     files: dict[str, str | None] = field(default_factory=dict)
     schema: int = SCHEMA
 
     def dump(self) -> bytes:
-        return (json.dumps(asdict(self), indent=1, sort_keys=True) + "\n").encode()
+        names = [p.name for p in self.patches]
+        provenance = self.provenance.to_slsa(self.version, self.build, self.pins, names)
+        return (json.dumps(asdict(self) | {"provenance": provenance}, indent=1, sort_keys=True) + "\n").encode()
 
     def _texts(self) -> Iterator[object]:
         yield from (self.version, self.base, self.commit, self.build, self.source)
@@ -64,11 +69,12 @@ class Manifest:
                 raise ValueError(f"schema {raw['schema']}, and this program reads {SCHEMA}")
             raw["pins"] = {role: Artifact(**pin) for role, pin in raw["pins"].items()}
             raw["patches"] = [PatchRecord(**p) for p in raw["patches"]]
+            raw["provenance"] = Provenance.from_slsa(raw["provenance"])
             manifest = cls(**raw)
             if not all(isinstance(text, str) for text in manifest._texts()):
                 raise TypeError("an entry is no text")
             return manifest
-        except (KeyError, TypeError, AttributeError, RecursionError) as e:
+        except (LookupError, TypeError, AttributeError, RecursionError) as e:
             raise ValueError(f"not a {FILE} of this project: {e!r}") from None
 
 

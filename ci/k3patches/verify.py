@@ -16,6 +16,7 @@ from installer.sources import WheelFile as InstallerWheel
 from packaging.utils import parse_wheel_filename
 
 from k3patches import manifest as manifests
+from k3patches import sbom as sboms
 from k3patches import tree as trees
 from k3patches.errors import UserError
 from k3patches.manifest import Manifest
@@ -42,12 +43,13 @@ class Subject:
     version_file: bytes
     metadata: bytes
     wheel: bytes
+    bill: bytes | None
 
 
 def verify(wheel: Path, tree: Path, official: Path | None) -> None:
     """Run every check and print one line each; the first that fails is the error."""
     subject = _subject(wheel, tree, official)
-    checks: list[Callable[[Subject], str]] = [_record, _tags, _version, _patched, _untouched, _compiles]
+    checks: list[Callable[[Subject], str]] = [_record, _tags, _version, _patched, _untouched, _bill, _compiles]
     for check in checks:
         name = check.__name__.lstrip("_")
         try:
@@ -85,6 +87,7 @@ def _subject(path: Path, tree: Path, official: Path | None) -> Subject:
             version_file=wheel.read(VERSION_FILE),
             metadata=wheel.read(f"{info}/METADATA"),
             wheel=wheel.read(f"{info}/WHEEL"),
+            bill=wheel.read(f"{info}/{sboms.FILE}") if f"{info}/{sboms.FILE}" in wheel.namelist() else None,
         )
 
 
@@ -158,11 +161,20 @@ def _untouched(s: Subject) -> str:
             official[name] = _as_record(hashlib.sha256(content).hexdigest())
     allowed = s.manifest.files.keys()
     expected = {name.replace(old_info, s.info, 1): digest for name, digest in official.items()}
-    found = {name: digest for name, digest in s.files.items() if name != f"{s.info}/{manifests.FILE}"}
+    ours = {f"{s.info}/{manifests.FILE}", f"{s.info}/{sboms.FILE}"}
+    found = {name: digest for name, digest in s.files.items() if name not in ours}
     odd = sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n) and n not in allowed)
     if odd:
         raise Failed(f"{odd[0]} is not {s.official.name}'s")
     return f"{len(found.keys() - allowed)} files as in {s.official.name}"
+
+
+def _bill(s: Subject) -> str:
+    if s.bill is None:
+        raise Failed(f"{sboms.FILE} is missing")
+    if s.bill != sboms.render(s.manifest, s.metadata):
+        raise Failed(f"{sboms.FILE} is not what {manifests.FILE} and METADATA say")
+    return f"{sboms.FILE} follows from {manifests.FILE}, built by {s.manifest.provenance.told}"
 
 
 def _compiles(s: Subject) -> str:

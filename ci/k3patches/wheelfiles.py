@@ -86,6 +86,13 @@ def stamped(member: str, content: bytes, info: str, wheel_name: str) -> bytes:
     return content
 
 
+def metadata(old: Path, wheel_name: str) -> bytes:
+    """METADATA of the wheel that :func:`rewrite` makes of ``old`` under the name ``wheel_name``."""
+    with opened(old) as source:
+        member = f"{source.dist_info_path}/METADATA"
+        return stamped(member, source.read(member), source.dist_info_path, wheel_name)
+
+
 def set_version_file(content: bytes, version: str) -> bytes:
     """``vllm/_version.py`` with another version, as setuptools-scm would have written it."""
     numbers = [part if part.isdigit() else repr(part) for part in re.split(r"[.]", version.split("+")[0])]

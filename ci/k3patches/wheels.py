@@ -6,16 +6,18 @@ import errno
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 from packaging.utils import parse_wheel_filename
 
-from k3patches import fetch, manifest, overlay, sourcebuild, tree, verify, wheelfiles
+from k3patches import fetch, manifest, overlay, sbom, sourcebuild, tree, verify, wheelfiles
 from k3patches.base import Artifact, Base
 from k3patches.errors import UserError
 from k3patches.manifest import Manifest
+from k3patches.provenance import Provenance
 from k3patches.series import Patch
 from k3patches.tree import Change
 
@@ -53,6 +55,7 @@ def make(
     how: Official | SourceBuild,
     stage: Path,
     out: Path,
+    provenance: Provenance,
 ) -> Path:
     """Build the wheel of the tree ``patched`` and return it in ``out``.
 
@@ -82,15 +85,18 @@ def make(
             source=tree.require_ours(patched).source,
             pins={"sdist": base.sdist, **pins},
             patches=[manifest.record(p) for p in chosen],
+            provenance=provenance,
             files={c.path: c.sha256 for c in changes if c.path in shipped},
         )
         new = folder / "new" / name
         new.parent.mkdir()
-        wheelfiles.rewrite(model, new, replaced, {manifest.FILE: record.dump()}, base.epoch)
+        added = {manifest.FILE: record.dump(), sbom.FILE: sbom.render(record, wheelfiles.metadata(model, name))}
+        wheelfiles.rewrite(model, new, replaced, added, base.epoch)
         click.echo(f"verifying {name}", err=True)
         verify.verify(new, patched, None if isinstance(how, SourceBuild) else how.path)
-        target = _publish(new, out)
-    click.echo(f"sha256 {fetch.sha256(target)}", err=True)
+        digest = fetch.sha256(new)
+        target = _publish(new, out, digest)
+    click.echo(f"sha256 {digest}", err=True)
     return target
 
 
@@ -101,11 +107,19 @@ def _shipped_by_setup(changes: Sequence[Change], wheel: Path) -> set[str]:
     return {c.path for c in changes if c.path in members or (c.content is None and c.path.startswith("vllm/"))}
 
 
-def _publish(wheel: Path, out: Path) -> Path:
-    """Put a finished wheel into ``out`` in one step."""
-    target = out / wheel.name
+def requirements(wheel: Path) -> Path:
+    """Where the line lies with which pip's hash mode installs ``wheel``."""
+    return wheel.with_name(f"{wheel.name}.requirements.txt")
+
+
+def _publish(wheel: Path, out: Path, digest: str) -> Path:
+    """Put a finished wheel into ``out`` in one step, and then its hash beside it."""
+    target, pending = out / wheel.name, requirements(out / f".{wheel.name}")
+    # pip takes the folder as seen from the file that names it.
+    hashed = f"--no-index\n--find-links .\nvllm=={parse_wheel_filename(wheel.name)[1]} --hash=sha256:{digest}\n"
     try:
         out.mkdir(parents=True, exist_ok=True)
+        pending.write_text(hashed)
         try:
             wheel.rename(target)
         except OSError as e:
@@ -113,11 +127,15 @@ def _publish(wheel: Path, out: Path) -> Path:
                 raise
             # What killed builds left there; this one holds the project's lock.
             for stale in out.glob(f".{wheel.name}.*"):
-                shutil.rmtree(stale, ignore_errors=True)
+                if stale != pending:
+                    shutil.rmtree(stale, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=f".{wheel.name}.", dir=out) as folder:
                 copy = Path(folder) / wheel.name
                 shutil.copyfile(wheel, copy)
                 copy.rename(target)
+        pending.rename(requirements(target))
     except OSError as e:
+        with suppress(OSError):
+            pending.unlink()
         raise UserError(f"cannot write the wheel to {out} ({e.strerror}): name another folder with --out") from None
     return target

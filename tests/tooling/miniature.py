@@ -32,8 +32,11 @@ SDIST = f"vllm-{RELEASE}.tar.gz"
 TAGS = {arch: f"cp38-abi3-manylinux_2_28_{arch}" for arch in ("x86_64", "aarch64")}
 OFFICIAL = {arch: f"vllm-{RELEASE}-{tag}.whl" for arch, tag in TAGS.items()}
 BUILT = {arch: f"vllm-{VERSION}-{tag}.whl" for arch, tag in TAGS.items()}
+# pip's hash mode: what lies beside a wheel.
+HASHED = {arch: f"{name}.requirements.txt" for arch, name in BUILT.items()}
 PARTIAL = f"vllm-{VERSION}.partial-{TAGS['x86_64']}.whl"
 INFO = f"vllm-{VERSION}.dist-info"
+BILL = f"{INFO}/sboms/k3-patches.cdx.json"
 PATCHES = ("0001-alpha-fix.patch", "0002-beta-fix.patch", "0003-gamma-fix.patch")
 AUTHOR = "A Developer <dev@maintainers.example>"
 RELEASED = datetime(2026, 8, 11, 10, 59, 48, tzinfo=timezone.utc)
@@ -334,7 +337,10 @@ def make_wheel(path: Path, arch: str) -> None:
     files[f"{info}/licenses/LICENSE"] = b"Apache-2.0\n"
     files[f"{info}/METADATA"] = (
         b"Metadata-Version: 2.4\nName: vllm\nVersion: 0.27.1\nSummary: An engine\nAuthor: vLLM Team\n"
-        b"Requires-Python: >=3.10\nProvides-Extra: bench\nDescription-Content-Type: text/markdown\n\n"
+        b"Requires-Python: >=3.10\nRequires-Dist: numpy\nRequires-Dist: torch==2.13.0\n"
+        b'Requires-Dist: tqdm>=4; sys_platform == "linux"\n'
+        b'Provides-Extra: bench\nRequires-Dist: Tabulate[widechars]==0.9.*; extra == "bench"\n'
+        b"Description-Content-Type: text/markdown\n\n"
         b"# vLLM\n\nVersion: not a header\n"
     )
     files[f"{info}/WHEEL"] = (

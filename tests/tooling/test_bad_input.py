@@ -17,6 +17,7 @@ from k3patches import wheelfiles
 from miniature import (
     AUTHOR,
     BUILT,
+    HASHED,
     OFFICIAL,
     PATCHES,
     RELEASE,
@@ -439,7 +440,9 @@ def test_an_output_folder_with_older_wheels(mini: Mini, run: Run) -> None:
     for name in (OLDER, BUILT["x86_64"], "notes.txt"):
         (mini.dist / name).write_bytes(b"old")
     require_ok(run("build", "--arch", "x86_64"))
-    assert sorted(p.name for p in mini.dist.iterdir()) == sorted([OLDER, BUILT["x86_64"], "notes.txt"])
+    assert sorted(p.name for p in mini.dist.iterdir()) == sorted(
+        [OLDER, BUILT["x86_64"], HASHED["x86_64"], "notes.txt"]
+    )
     assert (mini.dist / OLDER).read_bytes() == b"old"
     require_ok(run("verify", "--arch", "x86_64"))
 

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from installer.sources import WheelFile as InstallerWheel
 from miniature import (
+    BILL,
     BUILT,
+    HASHED,
     INFO,
     OFFICIAL,
     PARTIAL,
@@ -43,7 +45,7 @@ def members(path: Path) -> dict[str, bytes]:
 def test_build_prints_the_wheel_and_nothing_else(mini: Mini, run: Run) -> None:
     result = require_ok(run("build", "--arch", "x86_64"))
     assert result.out.splitlines() == [str(mini.wheel())]
-    assert sorted(p.name for p in mini.dist.iterdir()) == [BUILT["x86_64"]]
+    assert sorted(p.name for p in mini.dist.iterdir()) == [BUILT["x86_64"], HASHED["x86_64"]]
     assert f"sha256 {sha256(mini.wheel())}" in result.err
     assert mini.leftovers() == []
 
@@ -81,7 +83,8 @@ def test_patched_files_are_in_and_all_others_are_the_official_ones(built: Mini) 
     moved = {name.replace(OLD_INFO, INFO): content for name, content in old.items()}
     same = moved.keys() - stamped - {"vllm/alpha.py", "vllm/gamma.py", "vllm/gone.py"}
     assert {name: new[name] for name in same} == {name: moved[name] for name in same}
-    assert new.keys() - same - stamped == {"vllm/alpha.py", "vllm/gamma.py", "vllm/new.py", f"{INFO}/k3-patches.json"}
+    ours = {f"{INFO}/k3-patches.json", BILL}
+    assert new.keys() - same - stamped == {"vllm/alpha.py", "vllm/gamma.py", "vllm/new.py", *ours}
     with zipfile.ZipFile(built.wheel()) as wheel:
         assert wheel.getinfo("vllm/_C.abi3.so").external_attr >> 16 == 0o100755
         assert wheel.getinfo("vllm/new.py").external_attr >> 16 == 0o100644
@@ -132,6 +135,7 @@ def test_verify_accepts_what_build_made(built: Mini, run: Run) -> None:
         "version",
         "patched",
         "untouched",
+        "bill",
         "compiles",
     ]
     elsewhere = shutil.copytree(built.dist, built.root / "elsewhere")
@@ -159,7 +163,7 @@ def test_the_same_checkout_gives_the_same_bytes(mini: Mini, tmp_path: Path, arch
 
 def test_a_part_of_the_series_makes_a_partial_wheel(mini: Mini, run: Run) -> None:
     require_ok(run("build", "--arch", "x86_64", "--until", "0002"))
-    assert [p.name for p in mini.dist.iterdir()] == [PARTIAL]
+    assert sorted(p.name for p in mini.dist.iterdir()) == [PARTIAL, f"{PARTIAL}.requirements.txt"]
     files = members(mini.dist / PARTIAL)
     assert b"x + 98" in files["vllm/gamma.py"]
     assert b"x + 100" in files["vllm/alpha.py"]
@@ -213,7 +217,7 @@ def test_an_output_folder_on_another_file_system(built: Mini, run: Run, tmp_path
         stale.mkdir()
         (stale / BUILT["x86_64"]).write_bytes(b"half of a copy")
         require_ok(run("wheel", "--arch", "x86_64", "--out", out))
-        assert [p.name for p in out.iterdir()] == [BUILT["x86_64"]]
+        assert sorted(p.name for p in out.iterdir()) == [BUILT["x86_64"], HASHED["x86_64"]]
         assert (out / BUILT["x86_64"]).read_bytes() == built.wheel().read_bytes()
     finally:
         shutil.rmtree(out)

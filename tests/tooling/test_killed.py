@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from miniature import BUILT, OFFICIAL, SDIST, Mini, Run, require_ok
+from miniature import BUILT, HASHED, OFFICIAL, SDIST, Mini, Run, require_ok
 from package_index import PackageIndex
 
 BUILD = ("build", "--arch", "x86_64")
@@ -54,11 +54,11 @@ def test_a_build_that_is_killed(mini: Mini, run: Run, built_pattern: Mini, event
     killed = mini.outside(*BUILD, prelude=COUNT.format(at=1 + moment * (events - 1) // (MOMENTS - 1)))
     assert killed.code == -signal.SIGKILL
     whole = built_pattern.wheel().read_bytes()
-    for path in mini.dist.iterdir():
+    for path in mini.dist.glob("[!.]*.whl"):
         assert path.read_bytes() == (b"old" if path == older else whole)
     require_ok(run(*BUILD))
     assert mini.wheel().read_bytes() == whole
-    assert sorted(p.name for p in mini.dist.iterdir()) == [older.name, BUILT["x86_64"]]
+    assert sorted(p.name for p in mini.dist.iterdir()) == [older.name, BUILT["x86_64"], HASHED["x86_64"]]
     assert mini.leftovers() == []
 
 
@@ -116,7 +116,7 @@ def test_two_builds_at_once(mini: Mini, built_pattern: Mini, index: PackageIndex
     assert [first.returncode, second.returncode] == [0, 0], outputs
     assert [out for out, _ in outputs] == [f"{mini.wheel()}\n"] * 2
     assert mini.wheel().read_bytes() == built_pattern.wheel().read_bytes()
-    assert [p.name for p in mini.dist.iterdir()] == [BUILT["x86_64"]]
+    assert sorted(p.name for p in mini.dist.iterdir()) == [BUILT["x86_64"], HASHED["x86_64"]]
     assert mini.leftovers() == []
 
 
