@@ -10,6 +10,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from k3patches import provenance, verify
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = (ROOT / "VERSION").read_text().strip()
@@ -32,7 +33,12 @@ def wheel() -> Path:
     found = ROOT / "dist" / f"vllm-{VERSION}-cp38-abi3-manylinux_2_28_x86_64.whl"
     run("./build.sh", "apply")
     checked = subprocess.run(["./build.sh", "verify", found, "--arch", "x86_64"], cwd=ROOT, check=False)
-    return found if checked.returncode == 0 else Path(run("./build.sh", "--arch", "x86_64").strip())
+    if checked.returncode == 0:
+        # One of an older commit, with the same series, has other bytes: it says which commit built it.
+        built_by = verify.manifest_of(found).provenance
+        if built_by == provenance.here(ROOT, built_by.epoch):
+            return found
+    return Path(run("./build.sh", "--arch", "x86_64").strip())
 
 
 @pytest.fixture(scope="module")
