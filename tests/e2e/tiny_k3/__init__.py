@@ -38,7 +38,7 @@ def write_target(
     if form == "mixed":
         config["quantization_config"], legacy = target.mixed_metadata(tensors)
     elif form == "compressed-tensors":
-        config["quantization_config"] = target.compressed_metadata(tensors)
+        config["quantization_config"] = target.compressed_metadata()
     if not outer:
         tensors = {name.removeprefix(OUTER): tensor for name, tensor in tensors.items() if name.startswith(OUTER)}
         config = {

@@ -53,7 +53,7 @@ def target(folder: Path, size: int) -> dict[str, Any]:
     from k3 import compat
     from k3.modules import MODEL_DTYPE, poisoned_memory
     from vllm.config import DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_config
-    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     compat.inspect_models_in_process()
@@ -71,6 +71,7 @@ def target(folder: Path, size: int) -> dict[str, Any]:
     ):
         model = initialize_model(config)
         report = _load(model, _weights(model_config, model), model.load_weights)
+        process_weights_after_loading(model, model_config, torch.device("cpu"))
         if model_config.hf_text_config.num_nextn_predict_layers:
             config.compilation_config.static_forward_context.clear()
             draft = initialize_model(config, model_class=compat.model_classes()["mtp"])
@@ -181,6 +182,13 @@ def buildable() -> Iterator[None]:
         for module in (modelopt, compressed):
             chosen = NvFp4MoeBackend.MARLIN, MarlinExperts
             enter(mock.patch.object(module, "select_nvfp4_moe_backend", return_value=chosen))
+        # Experts are laid out for a GPU's kernel after loading; everything else is looked through here as well.
+        for method in (
+            modelopt.ModelOptNvFp4FusedMoE,
+            compressed.CompressedTensorsW4A4Nvfp4MoEMethod,
+            unquantized.UnquantizedFusedMoEMethod,
+        ):
+            enter(mock.patch.object(method, "process_weights_after_loading"))
         plain = UnquantizedMoeBackend.TRITON, None
         enter(mock.patch.object(unquantized, "select_unquantized_moe_backend", return_value=plain))
         yield

@@ -296,17 +296,26 @@ def mixed_metadata(tensors: Tensors) -> tuple[dict[str, Any], dict[str, Any]]:
     return config, legacy
 
 
-def compressed_metadata(tensors: Tensors) -> dict[str, Any]:
-    """config.json's quantization_config of a compressed-tensors checkpoint: everything but the experts is ignored."""
+# Everything but the experts; patterns, since a model's names differ in what precedes the layers.
+IGNORED = (
+    "re:.*self_attn.*",
+    r"re:.*layers\.\d+\.mlp\..*",
+    "re:.*shared_experts.*",
+    "re:.*routed_expert_(down|up)_proj",
+    "re:.*block_sparse_moe.gate",
+    "re:.*eh_proj",
+    "re:.*shared_head.*",
+    "re:.*lm_head",
+    "re:.*vision_tower.*",
+    "re:.*mm_projector.*",
+)
+
+
+def compressed_metadata() -> dict[str, Any]:
+    """config.json's quantization_config of a compressed-tensors checkpoint."""
     config = contracts.formats.CT_NVFP4.announce()
     assert config is not None
-    plain = {
-        _module(name)
-        for name, tensor in tensors.items()
-        if name.endswith(".weight") and tensor.dim() == 2 and "norm" not in name and "embed_tokens" not in name
-    }
-    config["ignore"] = sorted(plain)
-    return config
+    return {**config, "ignore": list(IGNORED)}
 
 
 FORMS: dict[str, Callable[[Tensors], Tensors]] = {
