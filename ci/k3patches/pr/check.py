@@ -28,7 +28,7 @@ def there_and_back(desk: Desk, patch: Patch) -> str:
             raise UserError(
                 f"{patch.name}: an import without an edit changes {', '.join(untouched.changed)}: report it"
             )
-        edited = _edit(folder / place.TREE, patch)
+        edited = _edit(folder / place.TREE, patch, desk.sources[patch.name].author)
         found, wrong = _import(desk, patch, branch, lambda importing: _beside(desk, patch, importing, edited))
         if list(found.changed)[:1] != [patch.name] or found.changed[patch.name] != "the edit":
             wrong.append(f"it changes {', '.join(found.changed) or 'nothing'}")
@@ -40,7 +40,7 @@ def there_and_back(desk: Desk, patch: Patch) -> str:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _edit(tree: Path, patch: Patch) -> dict[str, int]:
+def _edit(tree: Path, patch: Patch, author: tuple[str, str, str]) -> dict[str, int]:
     """Commit a line more in each file of the branch's patch, where its first addition begins; give these places."""
     places = {}
     for name in patch.files:
@@ -52,7 +52,9 @@ def _edit(tree: Path, patch: Patch) -> dict[str, int]:
     for name, number in places.items():
         lines = (tree / name).read_text(encoding="utf-8").splitlines(keepends=True)
         (tree / name).write_text("".join([*lines[: number - 1], LINE, *lines[number - 1 :]]), encoding="utf-8")
-    git("commit", "-q", "--no-verify", "-a", "-m", "Apply suggestions from code review", cwd=tree)
+    # Another author would become a co-author, which is a change of the message.
+    who = {"GIT_AUTHOR_NAME": author[0], "GIT_AUTHOR_EMAIL": author[1]}
+    git("commit", "-q", "--no-verify", "-a", "-m", "Apply suggestions from code review", cwd=tree, env=who)
     return places
 
 

@@ -17,12 +17,13 @@ from k3patches.pr import upstream as upstreams
 from k3patches.pr.carrier import Carrier
 from k3patches.pr.upstream import Upstream
 from k3patches.project import Project
-from k3patches.rebase import gitwork
+from k3patches.rebase import gitwork, publish
 from k3patches.rebase.bench import Bench
 from k3patches.rebase.gitwork import Commit
 from k3patches.rebase.progress import Progress
 from k3patches.rebase.store import Store
 from k3patches.series import Patch
+from k3patches.status_run import interpreter
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,14 @@ class Desk:
     seconds: list[tuple[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.root = self.project.root / "build" / "pr"
+        self.stage = self.root / f".stage-v{self.release}"
+        if self.stage.exists():
+            # An import was killed while it replaced the series.
+            with self.lock():
+                publish.mend(self.project.root / "patches" / f"v{self.release}", self.stage)
         self.folder = self.project.series_dir(self.release)
         self.base, self.patches = bases.load(self.folder), series.load(self.folder)
-        self.root = self.project.root / "build" / "pr"
         self.contracts = self.project.root / "tests" / "contracts"
         self.shared = self.project.root / "patches" / "pr"
         self.store = Store(self.root)
@@ -58,6 +64,8 @@ class Desk:
         self.progress = Progress(self.seconds)
         self._sources: dict[str, Commit] | None = None
         self._upstream: Upstream | None = None
+        # The versions of Python and torch that tests and contracts run with.
+        self.ran_on: dict[str, str] = {}
 
     @property
     def upstream(self) -> Upstream:
@@ -74,6 +82,17 @@ class Desk:
     def gitdir(self) -> Path | None:
         """The repository that gets the branches; without one, each has a tree of its own in build/pr."""
         return None if self.trial else self.upstream.gitdir
+
+    @cached_property
+    def without(self) -> str:
+        """Why neither tests nor contracts can be run, if they cannot."""
+        if not self.options.run:
+            return "they were left out (--no-runs)"
+        try:
+            self.ran_on = interpreter(self.options.python)
+        except UserError as e:
+            return e.message
+        return ""
 
     @cached_property
     def release_commit(self) -> str:

@@ -22,8 +22,6 @@ from k3patches.rebase.gitwork import Commit
 from k3patches.series import CONTRACT, Patch
 from k3patches.tree import PRISTINE_TAG
 
-NO_RUNS = "it was left out (--no-runs)"
-
 
 @dataclass(frozen=True)
 class Done:
@@ -83,6 +81,12 @@ class Export:
     # The steps.
 
     def _set_up(self) -> None:
+        own = self.patch.contracts
+        if self.desk.options.onto and not any(map(self._lacking, own)):
+            raise UserError(
+                f"{self.desk.upstream.label} has {', '.join(own)} by itself, as the contract shows without "
+                f"{self.patch.name}: there is nothing to export"
+            )
         below = stack.below(self.desk.patches, self.patch, self._lacking)
         if below and not self.desk.options.stacked:
             names = ", ".join(p.name.removesuffix(".patch") for p in below)
@@ -106,14 +110,17 @@ class Export:
         self.state.save(self.folder)
 
     def _lacking(self, fix: str) -> bool:
-        """Whether upstream lacks ``fix``; the base's own release lacks all that its series is for."""
-        if not self.desk.options.onto or not self.desk.options.run:
+        """Whether upstream lacks ``fix``; the base's own release lacks all that its series is for.
+
+        So does one where nothing can be run: a patch too many is seen, one that is missing is not.
+        """
+        if not self.desk.options.onto or self.desk.without:
             return True
         folder = self.desk.root / "work" / f"{self.desk.upstream.name}.pristine"
         shutil.rmtree(folder, ignore_errors=True)
         tree = self.desk.upstream.tree(folder)
         try:
-            return not self.desk.bench.run(tree, [fix], folder / ".git" / "contracts.log", in_short=True)[fix].holds
+            return not self.desk.bench.run(tree, [fix], folder / ".git" / "contracts.log")[fix].holds
         finally:
             shutil.rmtree(folder)
 
@@ -179,17 +186,10 @@ class Export:
         return folder
 
     def _measure(self, before: Path, after: Path, parent: str) -> Results:
-        if not self.desk.options.run:
-            results = Results(without=NO_RUNS)
-            results.unformatted = runs.unformatted(self.patch, after)
-        else:
-            with self.desk.progress.step(f"{self.patch.name}: tests and contracts without it and with it"):
-                results = runs.measure(self.patch, before, after, self.desk.bench, self.folder / "logs")
-        if results.native and len(results.native) == len(results.contracts):
-            shutil.rmtree(self.folder)
-            raise UserError(
-                f"{self.desk.upstream.label} has {', '.join(results.native)} by itself, as the contract shows without "
-                f"{self.patch.name}: there is nothing to export"
+        with self.desk.progress.step(f"{self.patch.name}: tests and contracts without it and with it"):
+            why = self.desk.without
+            results = runs.measure(
+                self.patch, before, after, self.desk.bench, self.folder / "logs", self.desk.ran_on, why
             )
         if results.wrong:
             what, logs = "; ".join(results.wrong), self.desk.shown(self.folder / "logs")

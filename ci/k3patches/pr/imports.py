@@ -110,7 +110,6 @@ class Import:
         self.desk, self.patch = desk, patch
         self.folder = desk.root / "work" / f"v{desk.release}.import"
         self.tree = self.folder / "tree"
-        self.stage = desk.root / f".stage-v{desk.release}"
 
     def abort(self) -> None:
         if not self.folder.exists():
@@ -150,10 +149,10 @@ class Import:
         """Write the series, whole or not at all, and note that the branch is in it."""
         if imported.changed:
             with self.desk.project.lock():
-                publish.put(self.desk.folder, imported.files, self.stage)
+                publish.put(self.desk.folder, imported.files, self.desk.stage)
         if self.state.result:
             folder = Path(self.state.result)
-            if (known := record.exported(folder)) and known.upstream != self.state.below:
+            if (known := record.exported(folder)) and known.parent == self.state.below:
                 self._note_resolution(folder.parent.name)
             if known and self.state.tip != known.commit:
                 known.imported = self.state.tip
@@ -163,7 +162,6 @@ class Import:
     # The steps.
 
     def _left(self) -> State | None:
-        publish.mend(self.desk.folder, self.stage)
         path = self.folder / FILE
         try:
             return State(**json.loads(path.read_text())) if path.is_file() else None
@@ -181,6 +179,11 @@ class Import:
         # Without a counterpart of the patch, all of the branch is the edit, of the tree that the patch itself is for.
         below = exported.parent if exported else self._find(branch.gitdir, str(since))
         found = squash.commits(self.tree, below, tip)
+        if not since:
+            squash.require_own(branch.gitdir, branch.name, below, tip)
+        if len(found) > 1:
+            told = "; ".join(messages.subject(commit.message) for commit in found)
+            self.desk.progress.say(f"  {len(found)} commits of the branch become one: {told}")
         message = squash.message(found, source, exported.commit if exported else None)
         start, theirs = (source.id, exported.commit.id) if exported else (gitwork.parent(self.tree, source.id), below)
         self.state = State(self.patch.name, tip, below, str(branch.result) if branch.result else None, message, start)

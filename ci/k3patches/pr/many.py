@@ -46,7 +46,7 @@ def export(desk: Desk, patch: Patch, trial: Trial | None) -> Row:
         trip = trial(desk, patch) if trial else ""
     except UserError as e:
         click.echo(f"{patch.name}: {e.message}", err=True)
-        return Row(patch.name, e.exit_code, why=e.message)
+        return Row(patch.name, int(e.exit_code), why=e.message)
     if not trial:
         tell(desk, done)
     return _row(patch, done.record.commit, done.below, done.results, trip)
@@ -83,7 +83,7 @@ def show(desk: Desk, rows: Sequence[Row]) -> None:
     for row in rows:
         name = row.patch.removesuffix(".patch")
         if row.why:
-            table.add_row(name, "", f"exit code {row.code}: {row.why}")
+            table.add_row(name, "", f"exit code {row.code}, see above")
         else:
             table.add_row(name, str(row.below or ""), row.format, *row.tests, *row.contracts, row.trip)
     Console(markup=False, highlight=False).print(table)

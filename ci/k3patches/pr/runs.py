@@ -21,7 +21,6 @@ from k3patches.git import git
 from k3patches.rebase import gitwork
 from k3patches.rebase.bench import Bench
 from k3patches.series import Patch
-from k3patches.status_run import interpreter
 
 DESELECTED = re.compile(r"(\d+) deselected")
 
@@ -91,17 +90,17 @@ class Results:
         }
 
 
-def measure(patch: Patch, before: Path, after: Path, bench: Bench, logs: Path) -> Results:
+def measure(
+    patch: Patch, before: Path, after: Path, bench: Bench, logs: Path, ran_on: dict[str, str], without: str
+) -> Results:
     """Run everything on the clean git work trees ``after`` and ``before``, which is it without the patch.
 
-    Both see each other's commits, and ``before`` is left with the patch's tests laid over it.
+    Both see each other's commits, and ``before`` is left with the patch's tests laid over it.  Where ``without`` gives
+    a reason, only the format is looked at.
     """
-    results = Results(test_files=patchtests.files([patch], after))
+    results = Results(without, ran_on, test_files=patchtests.files([patch], after))
     results.unformatted = unformatted(patch, after)
-    try:
-        results.ran_on = interpreter(bench.python)
-    except UserError as e:
-        results.without = e.message
+    if without:
         return results
     fixes = patch.contracts
     logs.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,18 @@ def commits(tree: Path, start: str, branch: str) -> list[Commit]:
     return found
 
 
+def require_own(gitdir: Path, branch: str, start: str, tip: str) -> None:
+    """Make sure that the commits above ``start`` are this branch's alone; a rebase brings upstream's among them."""
+    own = git("rev-list", f"{start}..{tip}", cwd=gitdir).split()
+    others = ["--not", f"--exclude={branch}", "--branches", "--remotes", "--tags"]
+    alone = set(git("rev-list", f"{start}..{tip}", *others, cwd=gitdir).split())
+    if shared := [commit for commit in own if commit not in alone]:
+        raise UserError(
+            f"{branch} holds {shared[0][:12]}, which is on another branch as well, as after a rebase: name the commit "
+            f"below the patch's first one with --since"
+        )
+
+
 def message(found: Sequence[Commit], patch: Commit, exported: Commit | None) -> str:
     """The patch's message after the branch ``found``: the first commit's, this project's trailers, and all credits."""
     first, *others = found
