@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from importlib import metadata
 from pathlib import Path
@@ -29,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_k3
 from engine import cases, compare, faults, pool, prompts, worker
-from tiny_k3 import vocabulary
+from tiny_k3 import damage, vocabulary
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("engines", "load", "faults")
@@ -49,9 +51,14 @@ class Run:
         self.results: dict[str, Any] = {"machine": machine(), "engines": {}, "load": {}, "faults": {}}
         self.folders: dict[str, str] = {}
         self.gpus = pool.Gpus(options.gpus, options.jobs_per_gpu)
+        self.writing = threading.Lock()
         self.share = round(0.85 / options.jobs_per_gpu, 3)
 
     def save(self) -> None:
+        with self.writing:
+            self._save()
+
+    def _save(self) -> None:
         new = self.options.out.with_suffix(".new")
         new.write_text(json.dumps(self.results, indent=1, sort_keys=True) + "\n")
         new.replace(self.options.out)
@@ -76,7 +83,8 @@ class Run:
             "vocabulary": vocabulary.VOCABULARY,
             "reserved": vocabulary.FIRST_WORD,
             "share": self.share,
-            "lock": str(self.work / "gpu.lock"),
+            # One for the machine: who measures waits for other runs too.
+            "lock": str(Path(tempfile.gettempdir()) / "tiny-k3-gpu.lock"),
             "arguments": self.options.argument,
         }
 
@@ -104,6 +112,7 @@ class Run:
             log = (self.work / f"{case.name}.log").read_text(errors="replace")
             known["error"] = faults.first_error(log)
         self.results["engines"][case.name] = known
+        self.save()
         state = "done" if known.get("finished") else f"failed: {known['error']}"
         say(f"{case.name}: {state}")
 
@@ -127,12 +136,11 @@ class Run:
             log = (self.work / "load.log").read_text(errors="replace")
             known = {"error": faults.first_error(log) or log[-500:]}
         self.results["load"] = {**known, "exit_code": code}
+        self.save()
         say(f"load: {known.get('answers') or known}")
 
     def fault(self, name: str, gpus: list[int]) -> None:
         say(f"fault {name}: starts")
-        from tiny_k3 import damage
-
         fault = damage.FAULTS[name]
         with tempfile.TemporaryDirectory(dir=self.work) as scratch:
             folders = dict(self.folders)
@@ -144,9 +152,10 @@ class Run:
             drafter = "fp8_pb_wo" if name in damage.OF_DRAFTER else None
             case = cases.Case("mixed", drafter=drafter, graphs=False)
             arguments = worker.engine_arguments(case.as_dict(), folders, self.share) | self.options.argument
-            log = self.work / f"fault-{name}.log"
+            log = self.work / f"fault-{re.sub(r'[^a-z]+', '-', name)}.log"
             known = faults.give(sys.executable, arguments, gpus, log, self.options.limit)
         self.results["faults"][name] = known
+        self.save()
         say(f"fault {name}: {known}")
 
     def compare(self) -> None:
@@ -193,8 +202,6 @@ class Run:
         if "load" in self.options.parts:
             tasks.append((1, self.load))
         if "faults" in self.options.parts:
-            from tiny_k3 import damage
-
             tasks += [(1, lambda gpus, name=name: self.fault(name, gpus)) for name in damage.FAULTS]
         self.gpus.each(tasks)
         if "engines" in self.options.parts:
@@ -209,20 +216,19 @@ def unpacked(path: Path) -> list[np.ndarray]:
 
 def machine() -> dict[str, Any]:
     """What was measured, on what."""
-    query = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    code = (
+        "import json, torch, vllm; names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())];"
+        "print(json.dumps([vllm.__version__, torch.__version__, torch.version.cuda, names]))"
     )
-    code = "import json, torch, vllm; print(json.dumps([vllm.__version__, torch.__version__, torch.version.cuda]))"
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if asked.returncode:
         raise SystemExit(f"Error: {sys.executable} cannot import vllm and torch: run this with an environment that can")
-    version, torch, cuda = json.loads(asked.stdout.splitlines()[-1])
+    version, torch, cuda, gpus = json.loads(asked.stdout.splitlines()[-1])
     patches = None
     for found in metadata.distributions(name="vllm"):
         text = found.read_text("k3-patches.json")
         if text and found.version == version:
             patches = [patch["name"] if isinstance(patch, dict) else patch for patch in json.loads(text)["patches"]]
-    gpus = [line.strip() for line in query.stdout.splitlines()]
     return {"gpus": gpus, "vllm": version, "torch": torch, "cuda": cuda, "patches": patches}
 
 
@@ -249,4 +255,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    Run(options()).everything()
+    measurement = Run(options())
+    if not measurement.results["machine"]["gpus"]:
+        raise SystemExit("Error: torch finds no CUDA GPU here: run this on a machine that has one")
+    measurement.everything()

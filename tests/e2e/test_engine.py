@@ -85,6 +85,7 @@ def under_load(tmp_path: Path, model: Path) -> dict[str, Any]:
         "gpus": [0],
         "results": str(tmp_path / "result.json"),
         "server_log": str(tmp_path / "server.log"),
+        "lock": str(tmp_path / "lock"),
         "seconds": 4,
         "limit": 30,
         "vocabulary": SIZE,

@@ -11,8 +11,8 @@ from typing import Any
 class Case:
     """One engine.
 
-    ``target`` and ``drafter`` are forms that tiny_k3 writes; ``cache`` is vLLM's kv_cache_dtype; ``timed`` engines
-    also measure throughput, alone on their GPU.
+    ``target`` and ``drafter`` are forms that tiny_k3 writes, or the drafter is ``mtp``, the target's own; ``cache`` is
+    vLLM's kv_cache_dtype; ``timed`` engines also measure throughput, while no other runs.
     """
 
     target: str
@@ -39,12 +39,16 @@ CASES = (
     Case("reference", tp=2),
     Case("bf16", timed=True),
     Case("mixed", timed=True),
-    Case("compressed-tensors", timed=True),
+    Case("compressed-tensors"),
     Case("mixed", drafter="bf16", timed=True),
     Case("mixed", drafter="fp8_pb_wo", timed=True),
-    Case("mixed", drafter="nvfp4", timed=True),
+    Case("mixed", drafter="nvfp4"),
     Case("mixed", drafter="fp8_pb_wo", cache="fp8"),
+    Case("mixed", drafter="mtp"),
+    Case("reference", drafter="mtp"),
     Case("reference", drafter="bf16"),
+    Case("reference", drafter="fp8_pb_wo"),
+    Case("reference", drafter="nvfp4"),
     Case("reference"),
     Case("reference", cache="fp8"),
     Case("reference", graphs=False),

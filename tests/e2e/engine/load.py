@@ -10,6 +10,7 @@ batches round differently).  Meanwhile a client is killed in the middle of its s
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import signal
 import subprocess
@@ -143,7 +144,11 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     results = Path(job["results"])
     start = time.monotonic()
-    with serving(sys.executable, job["arguments"], job["gpus"], Path(job["server_log"])) as server:
+    with (
+        Path(job["lock"]).open("w") as lock,
+        serving(sys.executable, job["arguments"], job["gpus"], Path(job["server_log"])) as server,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_SH)
         if not server.wait(job["limit"]):
             made: dict[str, Any] = {"starts": False}
         else:

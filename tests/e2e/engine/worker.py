@@ -71,7 +71,9 @@ def engine_arguments(case: dict[str, Any], folders: dict[str, str], share: float
         "enable_chunked_prefill": True,
         "limit_mm_per_prompt": {"image": 0, "video": 0},
     }
-    if case["drafter"]:
+    if case["drafter"] == "mtp":
+        made["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
+    elif case["drafter"]:
         made["speculative_config"] = {
             "method": "dspark",
             "model": folders[f"drafter-{case['drafter']}"],
