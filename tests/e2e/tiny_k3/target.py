@@ -287,13 +287,61 @@ def quantized_layers(tensors: Tensors) -> dict[str, str]:
     return layers
 
 
-def mixed_metadata(tensors: Tensors) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(config.json's quantization_config, hf_quant_config.json) of a mixed checkpoint."""
+# Engines' names of merged projections, and the shards of which any one makes the metadata name it.
+MERGED = {
+    "in_proj_qkvgfab": ("q_proj", "k_proj", "v_proj", "g_proj", "f_a_proj", "b_proj"),
+    "fused_qkvg_proj": ("q_proj", "k_proj", "v_proj", "g_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+
+
+def _aliases(name: str) -> list[str]:
+    """A module's name as any engine may look it up."""
+    names = {name, name.replace("block_sparse_moe", "mlp")}
+    inner = {short for short in names if short.startswith(f"{OUTER}model.")}
+    names |= {short.removeprefix(OUTER) for short in inner}
+    names |= {short.removeprefix(f"{OUTER}model.") for short in inner}
+    return sorted(names)
+
+
+def _with_aliases(layers: dict[str, str]) -> dict[str, str]:
+    merged = {
+        f"{name.rpartition('.')[0]}.{whole}": algorithm
+        for name, algorithm in layers.items()
+        for whole, shards in MERGED.items()
+        if name.rpartition(".")[2] in shards
+    }
+    return {alias: algorithm for name, algorithm in {**layers, **merged}.items() for alias in _aliases(name)}
+
+
+def mixed_metadata(tensors: Tensors, aliases: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(config.json's quantization_config, hf_quant_config.json) of a mixed checkpoint.
+
+    aliases: list each module under every name that an engine may look it up by, merged ones included, as the public
+    converter of the published checkpoint does; otherwise under the checkpoint's own names only.
+    """
     layers = quantized_layers(tensors)
-    config = contracts.quantization_config(layers, EXCLUDED, producer={"name": "modelopt", "version": "0.45.0"})
-    legacy = contracts.hf_quant_config(layers, EXCLUDED)
+    excluded = list(EXCLUDED)
+    if aliases:
+        layers = _with_aliases(layers)
+        excluded = [alias for name in EXCLUDED for alias in _aliases(name)]
+    legacy = contracts.hf_quant_config(layers, tuple(excluded))
     legacy["quantization"]["group_size"] = contracts.NVFP4_GROUP
-    return config, legacy
+    four_bits = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": contracts.NVFP4_GROUP}
+    groups: dict[str, dict[str, Any]] = {
+        "NVFP4": {"input_activations": dict(four_bits), "weights": dict(four_bits)},
+        contracts.ALGORITHM: {"quant_algo": contracts.ALGORITHM},
+    }
+    for algorithm, group in groups.items():
+        group["targets"] = sorted(name for name, of in layers.items() if of == algorithm)
+    config = contracts.quantization_config(
+        layers,
+        tuple(excluded),
+        config_groups={f"group_{number}": group for number, group in enumerate(groups.values())},
+        producer=legacy["producer"],
+    )
+    return {**config, "quant_method": "modelopt_mixed" if aliases else "modelopt"}, legacy
 
 
 # Everything but the experts; patterns, since a model's names differ in what precedes the layers.
