@@ -98,7 +98,8 @@ def clone(mini: Mini, files: dict[str, str | None] | None = None) -> Path:
     git(folder, "tag", "then")
     if files:
         write_files(folder, files)
-        git(folder, "commit", "-q", "-a", "-m", "upstream goes on")
+        git(folder, "add", "-A", "-f", ".")
+        git(folder, "commit", "-q", "-m", "upstream goes on")
     # What its owner is at must stay as it is.
     git(folder, "checkout", "-q", "-b", "mine")
     (folder / "vllm" / "kept.py").write_text("mine\n")

@@ -366,6 +366,27 @@ def test_a_check_of_all_leaves_nothing(mini: Mini, run: Run, tmp_path: Path) -> 
     assert not list((mini.build / "pr").rglob("description.md"))
 
 
+def test_a_check_edits_where_no_later_patch_does(mini: Mini, run: Run, tmp_path: Path) -> None:
+    # The second patch changes a line right beside where the first one's addition begins.
+    again = str(COMMITS[0].files["vllm/alpha.py"]).replace("x + 100", "x + 100  # again", 1)
+    alpha = dict(COMMITS[0].files) | {"tests/test_alpha.py": a_test("alpha")}
+    later = Commit("gamma-fix", COMMITS[2].subject, COMMITS[2].body, dict(COMMITS[2].files) | {"vllm/alpha.py": again})
+    with_series(mini, (Commit("alpha-fix", COMMITS[0].subject, COMMITS[0].body, alpha), later))
+    done = run("export-pr", "--all", "--check", "--json", tmp_path / "check.json")
+    first, second = json.loads((tmp_path / "check.json").read_text())["patches"]
+    assert first["trip"] == "only the edit; of it, also 0002 (line numbers and blob ids)", done.err
+    # What cannot be merged alone is one's that needs a person, and the other is tried all the same.
+    assert second["code"] == PERSON
+
+
+def test_what_upstreams_own_scripts_find(mini: Mini, run: Run) -> None:
+    script = "import sys\n\nprint(f'\\x1b[91m{sys.argv[1]}:1: no such call')\nraise SystemExit(1)\n"
+    there = clone(mini, {"tools/pre_commit/check_torch_cuda.py": script})
+    done = require_ok(run("export-pr", "0001", "--onto", there, "main"))
+    assert "left to do for upstream's pre-commit: check_torch_cuda.py: tests/test_alpha.py:1: no such call" in done.err
+    assert "- check_torch_cuda.py: tests/test_alpha.py:1: no such call\n" in text(mini, ONE, "v0.27.1-onto-main")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from k3patches.errors import UserError
@@ -12,9 +13,11 @@ from k3patches.pr import place
 from k3patches.pr.desk import Desk
 from k3patches.pr.imports import Branch, Import, Imported, locate
 from k3patches.rebase import gitwork
+from k3patches.rebase.errors import NeedsPerson
 from k3patches.series import Patch
 from k3patches.tree import PRISTINE_TAG
 
+PLACES = ("first", "last", "top")
 LINE = "# A maintainer asked for this line.\n"
 
 
@@ -28,8 +31,17 @@ def there_and_back(desk: Desk, patch: Patch) -> str:
             raise UserError(
                 f"{patch.name}: an import without an edit changes {', '.join(untouched.changed)}: report it"
             )
-        edited = _edit(folder / place.TREE, patch, desk.sources[patch.name].author)
-        found, wrong = _import(desk, patch, branch, lambda importing: _beside(desk, patch, importing, edited))
+        tree = folder / place.TREE
+        for where in PLACES:
+            edited = _edit(tree, patch, desk.sources[patch.name].author, where)
+            try:
+                found, wrong = _import(desk, patch, branch, partial(_beside, desk, patch, edited))
+                break
+            except NeedsPerson:
+                # Right beside what a later patch changes; only a person can say what is meant there.
+                if where == PLACES[-1]:
+                    raise
+                git("reset", "-q", "--hard", "HEAD^", cwd=tree)
         if list(found.changed)[:1] != [patch.name] or found.changed[patch.name] != "the edit":
             wrong.append(f"it changes {', '.join(found.changed) or 'nothing'}")
         if wrong:
@@ -40,15 +52,19 @@ def there_and_back(desk: Desk, patch: Patch) -> str:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _edit(tree: Path, patch: Patch, author: tuple[str, str, str]) -> dict[str, int]:
-    """Commit a line more in each file of the branch's patch, where its first addition begins; give these places."""
+def _edit(tree: Path, patch: Patch, author: tuple[str, str, str], where: str) -> dict[str, int]:
+    """Commit a line more in each file of the branch's patch, and give the lines' numbers.
+
+    ``where``: at the beginning of the first or the last addition, or at the top of the file, behind its header.
+    """
     places = {}
     for name in patch.files:
         hunks = git("diff", "-U0", "--no-renames", "HEAD^", "HEAD", "--", name, cwd=tree).splitlines()
         starts = [line.split()[2][1:] for line in hunks if line.startswith("@@ ")]
         added = [start for start in starts if not start.endswith(",0")]
         if added and name.endswith(".py") and (tree / name).is_file():
-            places[name] = int(added[0].partition(",")[0])
+            chosen = {"first": added[0], "last": added[-1], "top": "3"}[where]
+            places[name] = int(chosen.partition(",")[0])
     for name, number in places.items():
         lines = (tree / name).read_text(encoding="utf-8").splitlines(keepends=True)
         (tree / name).write_text("".join([*lines[: number - 1], LINE, *lines[number - 1 :]]), encoding="utf-8")
@@ -58,7 +74,7 @@ def _edit(tree: Path, patch: Patch, author: tuple[str, str, str]) -> dict[str, i
     return places
 
 
-def _beside(desk: Desk, patch: Patch, importing: Import, edited: Mapping[str, int]) -> list[str]:
+def _beside(desk: Desk, patch: Patch, edited: Mapping[str, int], importing: Import) -> list[str]:
     """What separates the imported series from the old one, beside the edit."""
     wrong = []
     edit = False

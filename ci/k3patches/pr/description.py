@@ -189,6 +189,9 @@ def _results(subject: Subject, results: Results) -> str:
     ran_on = f"Python {results.ran_on['python']}, torch {results.ran_on['torch']}, no GPU"
     lines = [f"On {subject.upstream}{below} ({ran_on}), number of tests:", "", *rows, "", told, ""]
     notes = []
+    if results.hooks:
+        notes += ["Left to do for the repository's pre-commit scripts:", ""]
+        notes += [*(f"- {each}" for each in results.hooks), ""]
     if results.test_files and results.tests[0].ok:
         notes.append("The change's own tests pass without it as well.")
     notes += [f"`{contract_file(fix)}` holds without this change as well." for fix in results.native]

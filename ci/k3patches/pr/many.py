@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import click
@@ -35,6 +35,7 @@ class Row:
     format: str = ""
     tests: tuple[str, str] = ("", "")
     contracts: tuple[str, str] = ("", "")
+    hooks: list[str] = field(default_factory=list)
     trip: str = ""
     why: str = ""
 
@@ -63,6 +64,7 @@ def _row(patch: Patch, commit: str, below: int, results: Results, trip: str) -> 
         "not run" if results.unformatted is None else "; ".join(results.unformatted) or "ok",
         ("", "") if results.without else (str(results.tests[0]), str(results.tests[1])),
         (before, after),
+        results.hooks,
         trip,
     )
 
@@ -85,8 +87,12 @@ def show(desk: Desk, rows: Sequence[Row]) -> None:
         if row.why:
             table.add_row(name, "", f"exit code {row.code}, see above")
         else:
-            table.add_row(name, str(row.below or ""), row.format, *row.tests, *row.contracts, row.trip)
+            formatted = row.format + (f", {len(row.hooks)} hooks' findings" if row.hooks else "")
+            table.add_row(name, str(row.below or ""), formatted, *row.tests, *row.contracts, row.trip)
     Console(markup=False, highlight=False).print(table)
+    for row in rows:
+        for finding in row.hooks:
+            click.echo(f"{row.patch}: {finding}")
 
 
 def write(path: Path, desk: Desk, rows: Sequence[Row]) -> None:
@@ -105,5 +111,7 @@ def tell(desk: Desk, done: Done) -> None:
     click.echo(f"{done.record.patch}: {state}, {branch} ({done.record.commit[:12]}), {where / place.DESCRIPTION}")
     if done.unknown:
         click.echo(f"  left to be filled in: {', '.join(done.unknown)}", err=True)
+    for finding in done.results.hooks:
+        click.echo(f"  left to do for upstream's pre-commit: {finding}", err=True)
     if done.results.without:
         click.echo(f"  neither tests nor contracts were run: {done.results.without}", err=True)

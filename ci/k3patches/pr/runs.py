@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from k3patches import contracts, lint, patchtests
 from k3patches.contracts import Outcome
 from k3patches.errors import UserError
 from k3patches.git import git
+from k3patches.pr import hooks
 from k3patches.rebase import gitwork
 from k3patches.rebase.bench import Bench
 from k3patches.series import Patch
@@ -53,7 +53,8 @@ class Tests:
 class Results:
     """``without`` says why nothing was run, where that is so; ``ran_on`` are the interpreter's and torch's versions.
 
-    ``contracts`` and ``tests`` are pairs: upstream without the patch, and with it.
+    ``contracts`` and ``tests`` are pairs: upstream without the patch, and with it.  ``hooks`` is what upstream's own
+    scripts find, which a person has to see to before upstream's CI is content.
     """
 
     without: str = ""
@@ -62,6 +63,7 @@ class Results:
     test_files: list[str] = field(default_factory=list)
     tests: tuple[Tests, Tests] = (Tests(), Tests())
     unformatted: list[str] | None = None
+    hooks: list[str] = field(default_factory=list)
 
     @property
     def wrong(self) -> list[str]:
@@ -80,15 +82,6 @@ class Results:
         """Fixes that hold without the patch."""
         return [fix for fix, (before, _) in self.contracts.items() if before.holds]
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "without": self.without,
-            "ran_on": self.ran_on,
-            "contracts": {fix: [asdict(side) for side in pair] for fix, pair in self.contracts.items()},
-            "tests": [asdict(side) for side in self.tests],
-            "unformatted": self.unformatted,
-        }
-
 
 def measure(
     patch: Patch, before: Path, after: Path, bench: Bench, logs: Path, ran_on: dict[str, str], without: str
@@ -102,6 +95,7 @@ def measure(
     results.unformatted = unformatted(patch, after)
     if without:
         return results
+    results.hooks = list(hooks.findings(after, [f for f in patch.files if (after / f).is_file()], bench.python))
     fixes = patch.contracts
     logs.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(contracts.PARALLEL) as pool:
