@@ -48,7 +48,7 @@ class Run:
         self.options = options
         self.work: Path = options.work
         self.work.mkdir(parents=True, exist_ok=True)
-        self.results: dict[str, Any] = {"machine": machine(), "engines": {}, "load": {}, "faults": {}}
+        self.results: dict[str, Any] = {"machine": machine(), "engines": {}, "load": {}, "faults": {}, "left_out": {}}
         self.folders: dict[str, str] = {}
         self.gpus = pool.Gpus(options.gpus, options.jobs_per_gpu)
         self.writing = threading.Lock()
@@ -102,7 +102,7 @@ class Run:
     def engine(self, case: cases.Case, gpus: list[int]) -> None:
         say(f"{case.name}: starts on GPU {', '.join(map(str, gpus))}")
         results, tables = self.work / f"{case.name}.json", self.work / f"{case.name}.npz"
-        for old in (results, tables):
+        for old in (results, tables, tables.with_suffix(".reloaded.npz")):
             old.unlink(missing_ok=True)
         job = self.common | {"case": case.as_dict(), "results": str(results), "tables": str(tables)}
         code = self.python("engine.worker", job, case.name, gpus, self.options.limit)
@@ -161,14 +161,17 @@ class Run:
     def compare(self) -> None:
         """Differences of every engine that scored the prompts to the float64 computation and to one another."""
         batch = prompts.prompts(vocabulary.VOCABULARY, reserved=vocabulary.FIRST_WORD)
-        exact = self.exact()
+        exact = {file.stem: unpacked(file) for file in (self.work / "exact").glob("*.npz")}
         for name, known in self.results["engines"].items():
             path = self.work / f"{name}.npz"
             case = known["case"]
             if path.exists():
                 tables = unpacked(path)
+                after = self.work / f"{name}.reloaded.npz"
                 if case["target"] in exact:
                     known["to_exact"] = compare.difference(tables, exact[case["target"]], batch)
+                    if after.exists():
+                        known["reloaded_to_exact"] = compare.difference(unpacked(after), exact[case["target"]], batch)
                 like = self.work / f"{cases.Case('reference', cache=case['cache']).name}.npz"
                 if like.exists():
                     known["to_reference"] = compare.difference(tables, unpacked(like), batch)
@@ -178,26 +181,31 @@ class Run:
                     if which in known:
                         known[which.replace("generated", "same")] = compare.continuations(known.pop(which), generated)
                 known["texts"] = [text["tokens"] for text in generated]
-        del exact
 
-    def exact(self) -> dict[str, list[np.ndarray]]:
+    def exact(self, gpus: list[int]) -> None:
         path = self.work / "exact"
         job = self.common | {"results": str(path), "forms": list(tiny_k3.FORMS)}
         say("float64: starts")
-        code = self.python("engine.exact", job, "exact", [self.options.gpus[0]], 600)
+        code = self.python("engine.exact", job, "exact", gpus, self.options.limit)
         if code != 0:
             say(f"float64: failed, see {self.work / 'exact.log'}")
             self.results["exact_error"] = (self.work / "exact.log").read_text(errors="replace")[-1000:]
-            return {}
-        self.results["expected"] = json.loads((path / "expected.json").read_text())
-        return {file.stem: unpacked(file) for file in path.glob("*.npz")}
+        else:
+            self.results["expected"] = json.loads((path / "expected.json").read_text())
+            say("float64: done")
+        self.save()
 
     def everything(self) -> None:
         self.write_checkpoints()
         say(f"checkpoints: {', '.join(self.folders)}")
         tasks: list[Any] = []
         if "engines" in self.options.parts:
+            tasks.append((1, self.exact))
             for case in cases.chosen(self.options.case, len(self.options.gpus)):
+                if case.needs_blackwell and self.results["machine"]["capability"] < 10:
+                    say(f"{case.name}: left out, Blackwell only")
+                    self.results["left_out"][case.name] = "needs Blackwell"
+                    continue
                 tasks.append((case.tp, lambda gpus, case=case: self.engine(case, gpus)))
         if "load" in self.options.parts:
             tasks.append((1, self.load))
@@ -218,18 +226,19 @@ def machine() -> dict[str, Any]:
     """What was measured, on what."""
     code = (
         "import json, torch, vllm; names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())];"
-        "print(json.dumps([vllm.__version__, torch.__version__, torch.version.cuda, names]))"
+        "print(json.dumps([vllm.__version__, torch.__version__, torch.version.cuda, names,"
+        "torch.cuda.get_device_capability()[0] if names else 0]))"
     )
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if asked.returncode:
         raise SystemExit(f"Error: {sys.executable} cannot import vllm and torch: run this with an environment that can")
-    version, torch, cuda, gpus = json.loads(asked.stdout.splitlines()[-1])
+    version, torch, cuda, gpus, capability = json.loads(asked.stdout.splitlines()[-1])
     patches = None
     for found in metadata.distributions(name="vllm"):
         text = found.read_text("k3-patches.json")
         if text and found.version == version:
             patches = [patch["name"] if isinstance(patch, dict) else patch for patch in json.loads(text)["patches"]]
-    return {"gpus": gpus, "vllm": version, "torch": torch, "cuda": cuda, "patches": patches}
+    return {"gpus": gpus, "vllm": version, "torch": torch, "cuda": cuda, "patches": patches, "capability": capability}
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -23,6 +23,11 @@ class Case:
     timed: bool = False
 
     @property
+    def needs_blackwell(self) -> bool:
+        """K3's FP8 cache takes an FP8 prefill query, for which vLLM has kernels on Blackwell alone."""
+        return self.cache == "fp8"
+
+    @property
     def name(self) -> str:
         parts = [self.target, f"drafter-{self.drafter}" if self.drafter else "", f"tp{self.tp}"]
         parts += ["fp8-cache" if self.cache == "fp8" else "", "" if self.graphs else "eager"]
