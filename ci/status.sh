@@ -6,4 +6,4 @@ set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 . "$root/ci/env.sh"
 # What runs no contract does without torch.
-k3_contracts "$root" table '--python --python=* --current --from --from=* --help -h' "$@"
+k3_contracts "$root" table '--python --python=* --current --pages --from --from=* --help -h' "$@"

@@ -292,7 +292,8 @@ def status_command(wheel: Path | None, python: str | None, as_json: bool) -> Non
     if as_json:
         click.echo(status.to_json())
     else:
-        contents.show(status, Console(markup=False))
+        # Into a file or a pipe, names of patches go whole.
+        contents.show(status, Console(markup=False, width=None if sys.stdout.isatty() else 160))
     sys.exit(status.verdict)
 
 

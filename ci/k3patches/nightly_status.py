@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from k3patches import base as bases
-from k3patches import contracts, series, status, status_readme
+from k3patches import contracts, series, status, tracking
 from k3patches.errors import UserError
 from k3patches.project import Project
 from k3patches.status import Inputs, Table
@@ -44,11 +44,11 @@ def add(root: Path, release: str, folder: Path) -> list[str]:
         raise UserError(f"{folder / FILE} names other patches than the series of vLLM {release} has: rebase again")
     if found := status.findings(column.verdicts, base, patches):
         return found
-    place, readme = root / "patches" / FILE, root / README
+    place = root / "patches" / FILE
     table = status.read(place).with_columns(measured, project.releases)
-    text = status_readme.place(readme.read_text(encoding="utf-8"), table)
-    place.write_text(table.to_json(), encoding="utf-8")
-    readme.write_text(text, encoding="utf-8")
+    # Whatever may be wrong with them is told before the first is written.
+    for path, text in {**tracking.pages(project, table), place: table.to_json()}.items():
+        path.write_text(text, encoding="utf-8")
     return []
 
 

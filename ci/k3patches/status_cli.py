@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from k3patches import base as bases
-from k3patches import contracts, fetch, series, status, status_readme
+from k3patches import contracts, fetch, series, status, status_readme, tracking
 from k3patches.errors import UserError
 from k3patches.project import Project
 from k3patches.source import Sdist
@@ -20,10 +20,11 @@ from k3patches.status_run import Run, Subject
 FILE_TYPE = click.Path(path_type=Path)
 EXAMPLES = """
 \b
-  ci/status.sh                          run everything, write README.md and patches/status.json
+  ci/status.sh                          run everything, write README.md, patches/status.json and patches/TRACKING.md
   ci/status.sh --base 0.33.0            only this base, the others' results stay
   ci/status.sh --check                  run everything and compare with what is committed
   ci/status.sh --current                run nothing: is what is committed of today's series and contracts?
+  ci/status.sh --pages                  run nothing: write README.md and patches/TRACKING.md anew
   ci/status.sh --from build/status.json write what an earlier run measured, that of ci/test.sh for instance
   ci/status.sh --base 0.33.0 --json F   write this base's results to F, and leave README.md alone
 """
@@ -34,6 +35,7 @@ EXAMPLES = """
 @click.option("--json", "json_file", type=FILE_TYPE, help=f"Another file than patches/{status.FILE}; README.md stays.")
 @click.option("--check", is_flag=True, help="Write neither README nor JSON: fail where they tell of something else.")
 @click.option("--current", is_flag=True, help="Run nothing: fail where series or contracts changed since.")
+@click.option("--pages", is_flag=True, help="Run nothing: write README.md and TRACKING.md of the table as it is.")
 @click.option("--from", "earlier", type=FILE_TYPE, help="Run nothing: take an earlier run's JSON, if it is of today's.")
 @click.option("--thorough", is_flag=True, help="Also each patch's contracts on the series up to it, and its own tests.")
 @click.option("--write-broken", is_flag=True, help="Write the table also where it has broken cells.")
@@ -45,6 +47,7 @@ def table_command(
     json_file: Path | None,
     check: bool,
     current: bool,
+    pages: bool,
     earlier: Path | None,
     thorough: bool,
     write_broken: bool,
@@ -55,21 +58,30 @@ def table_command(
     """Say which fix is native, patched or absent on which base, as the contracts find it.
 
     Runs all contracts on the pristine and the patched tree of every base, and writes the table
-    into README.md and, with the counts, to patches/status.json.  A broken fix is an error, and
-    nothing is written then.
+    into README.md, with the counts to patches/status.json, and with what is known of upstream to
+    patches/TRACKING.md.  A broken fix is an error, and nothing is written then.
     """
-    if sum((check, current, earlier is not None)) > 1:
-        raise UserError("--check, --current and --from are three things to do: give one of them")
-    if (current or earlier) and (chosen or thorough):
-        raise UserError("--base and --thorough say what to run, and --current and --from run nothing: leave them out")
+    if sum((check, current, pages, earlier is not None)) > 1:
+        raise UserError("--check, --current, --pages and --from are four things to do: give one of them")
+    if (current or pages or earlier) and (chosen or thorough):
+        raise UserError("--base and --thorough say what to run, and you ask to run nothing: leave them out")
     project = Project.find()
     folder = project.root / "tests" / "contracts"
     place = json_file or project.root / "patches" / status.FILE
     if current:
         _require_current(project, folder, status.read(place))
-        _require_readme(project, status.read(place))
+        _require_pages(project, status.read(place))
         return
+    if not json_file:
+        # Told now, and not when all contracts have run.
+        tracking.grounds_of(project, contracts.fixes(folder))
     with project.lock():
+        if pages:
+            table = status.read(place)
+            _require_current(project, folder, table)
+            for file, text in tracking.pages(project, table).items():
+                _write(file, text)
+            return
         if earlier:
             table = status.read(earlier)
             if old := status.stale(table, project, folder):
@@ -88,16 +100,15 @@ def table_command(
                 raise UserError(f"{place} differs from what was measured: {'; '.join(found)}; {AGAIN} and commit it")
             if not chosen:
                 _require_current(project, folder, committed)
-                _require_readme(project, committed)
+                _require_pages(project, committed)
             return
         if not check and (write_broken or not wrong):
             if chosen and place.is_file():
                 table = status.read(place).with_columns(table, project.releases)
             files = {place: table.to_json()}
             if not json_file:
-                # The README's table is that of patches/status.json.
-                readme = project.root / "README.md"
-                files[readme] = status_readme.place(readme.read_text(encoding="utf-8"), table)
+                # The pages are of the table in patches/status.json.
+                files |= tracking.pages(project, table)
             for file, text in files.items():
                 _write(file, text)
             click.echo(f"written: {', '.join(map(str, files))}", err=True)
@@ -136,10 +147,10 @@ def _require_current(project: Project, folder: Path, table: Table) -> None:
         raise UserError(f"the status table is not of today: {'; '.join(old)}; {AGAIN} and commit what it writes")
 
 
-def _require_readme(project: Project, table: Table) -> None:
-    text = (project.root / "README.md").read_text(encoding="utf-8")
-    if status_readme.place(text, table) != text:
-        raise UserError(f"the table in README.md is not that of patches/{status.FILE}: {AGAIN} and commit both")
+def _require_pages(project: Project, table: Table) -> None:
+    for path, text in tracking.pages(project, table).items():
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            raise UserError(f"{path} is not what patches/{status.FILE} says: run ci/status.sh --pages and commit it")
 
 
 def _write(path: Path, text: str) -> None:

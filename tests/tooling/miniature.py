@@ -372,10 +372,18 @@ def create(root: Path) -> Mini:
     contracts.mkdir(parents=True)
     for entry in COMMITS:
         (contracts / f"test_{entry.fix.replace('-', '_')}.py").write_text("# what is promised\n")
+    known(mini, *(entry.fix for entry in COMMITS))
     (mini.series_dir / "series").write_text("# the series of the miniature\n")
     assert refresh(git_tree(root / "upstream"), mini.series_dir) == list(PATCHES)
     shutil.copytree(mini.files, mini.cache)
     return mini
+
+
+def known(mini: Mini, *fixes: str) -> None:
+    """Write what is known of upstream: nothing of these fixes."""
+    path = mini.root / "patches" / "pr" / "known.toml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(f"[{fix}]\n" for fix in fixes))
 
 
 def in_process(mini: Mini, patch: pytest.MonkeyPatch) -> Run:

@@ -14,7 +14,7 @@ from typing import Any
 import fake_gh
 import fake_status
 import pytest
-from k3patches import nightly, status_readme
+from k3patches import nightly, status_readme, tracking
 from k3patches.project import Project
 from miniature import RELEASE, SDIST, Mini, Result, git, sdist_bytes
 
@@ -125,7 +125,9 @@ class Checkout(Hosted):
         self.measured = fake_status.measure(mini.root, RELEASE, {})
         (mini.root / "patches" / "status.json").write_text(self.measured.to_json())
         readme = f"# A project\n\n{status_readme.BEGIN}\n{status_readme.END}\n\nThe rest.\n"
-        (mini.root / "README.md").write_text(status_readme.place(readme, self.measured))
+        (mini.root / "README.md").write_text(readme)
+        for path, text in tracking.pages(Project(mini.root), self.measured).items():
+            path.write_text(text)
         super().__init__(mini.root, folder)
         for name, value in self.environment.items():
             patch.setenv(name, value)

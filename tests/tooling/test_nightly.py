@@ -74,7 +74,8 @@ def issues(checkout: Checkout) -> list[dict[str, Any]]:
 def pushed(checkout: Checkout, branch: str = BRANCH) -> dict[str, str]:
     """What a branch on the host adds, but for the status table, which it must have."""
     files = checkout.branch(branch)
-    assert {files.pop("README.md", ""), files.pop("patches/status.json", "")}.isdisjoint([""])
+    pages = ("README.md", "patches/status.json", "patches/TRACKING.md")
+    assert {files.pop(name, "") for name in pages}.isdisjoint([""])
     return files
 
 
@@ -440,7 +441,7 @@ def test_the_status_table_is_of_what_is_committed(checkout: Checkout, tmp_path: 
     with pytest.MonkeyPatch.context() as patch:
         current = in_process(there, patch)
         require_ok(current("table", "--current"))
-        git(there.root, "checkout", "-q", "HEAD^", "--", "patches/status.json", "README.md")
+        git(there.root, "checkout", "-q", "HEAD^", "--", "patches/status.json", "patches/TRACKING.md", "README.md")
         require_error(current("table", "--current"), f"{NEW} was not measured")
 
 

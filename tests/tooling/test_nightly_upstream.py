@@ -21,7 +21,7 @@ from typing import Any
 import fake_gh
 import pytest
 from k3patches import base as bases
-from k3patches import fetch, series, status
+from k3patches import fetch, series, status, tracking
 from k3patches.contracts import contract_file
 from k3patches.nightly_run import OUTCOME
 from k3patches.project import Project
@@ -46,6 +46,8 @@ class Nightly(Hosted):
         there.mkdir(parents=True)
         for name in ("build.sh", "pyproject.toml", "README.md", "VERSION"):
             shutil.copy2(ROOT / name, root)
+        (root / "patches" / "pr").mkdir()
+        (root / "patches" / "pr" / "known.toml").write_text("".join(f"[{fix}]\n" for fix in change.patch.contracts))
         (root / "patches" / status.FILE).write_text(status.Table(PROJECT.revision, {}, {}).to_json())
         shutil.copytree(ROOT / "ci", root / "ci", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy2(PROJECT.series_dir(NEWEST) / bases.FILE, there)
@@ -257,7 +259,7 @@ def test_a_new_release_and_a_fix_made_another_way(nightly: Nightly, change: Chan
     branch = nightly.branch(f"k3-rebase/v{NEXT}")
     patch = f"0001{change.patch.name[4:]}"
     files = {f"patches/v{NEXT}/{name}" for name in ("series", bases.FILE, patch)}
-    assert set(branch) == files | {"README.md", f"patches/{status.FILE}"}
+    assert set(branch) == files | {"README.md", f"patches/{status.FILE}", f"patches/{tracking.PAGE}"}
     told = json.loads(branch[f"patches/{status.FILE}"])["bases"][NEXT]["fixes"]
     assert {fix: entry["state"] for fix, entry in told.items()} == dict.fromkeys(change.patch.contracts, "patched")
     for fix in change.patch.contracts:

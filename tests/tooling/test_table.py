@@ -13,7 +13,7 @@ from k3patches import contracts, series, status, status_run
 from k3patches.contracts import Outcome, Verdict
 from k3patches.git import git
 from k3patches.status_readme import BEGIN, END
-from miniature import PATCHES, RELEASE, Mini, Run, require_error, require_ok
+from miniature import PATCHES, RELEASE, Mini, Run, known, require_error, require_ok
 
 README = f"# A project\n\n{BEGIN}\nold\n{END}\n\nThe rest.\n"
 PASSES = Outcome(passed=1)
@@ -49,6 +49,7 @@ def measured(mini: Mini) -> Mini:
     contract(mini, "delta-fix", TREE_TEST.format("'x + 120'", "kept.py"))
     contract(mini, "epsilon-fix", "import pytest\n\n\ndef test_it():\n    pytest.skip('absent: no such thing')\n")
     (mini.root / "README.md").write_text(README)
+    known(mini, "alpha-fix", "beta-fix", "gamma-fix", "delta-fix", "epsilon-fix")
     return mini
 
 
@@ -104,12 +105,14 @@ def test_the_table_and_its_counts_are_written_and_stay(measured: Mini, run: Run)
 def test_a_base_is_a_folder_and_a_fix_is_a_file(measured: Mini, run: Run) -> None:
     for fix in ("alpha-fix", "beta-fix", "gamma-fix"):
         (measured.root / "tests" / "contracts" / contracts.contract_file(fix)).unlink()
+    known(measured, "delta-fix", "epsilon-fix")
     for release in ("0.28.0", "0.27.9"):
         add_base(measured, release, native={"delta-fix": RELEASE}, absent={"epsilon-fix": release})
     shutil.rmtree(measured.series_dir)
     require_ok(run("table"))
     assert states(measured, "0.28.0") == {"delta-fix": "native", "epsilon-fix": "absent"}
     contract(measured, "zeta-fix", "def test_it():\n    pass\n")
+    known(measured, "delta-fix", "epsilon-fix", "zeta-fix")
     require_error(run("table", "--current"), "0.28.0: the contracts changed since")
     require_ok(run("table", "--thorough"))
     assert states(measured, "0.28.0") == {"delta-fix": "native", "epsilon-fix": "absent", "zeta-fix": "native"}
