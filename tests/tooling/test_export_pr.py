@@ -350,6 +350,7 @@ def test_one_of_all_that_fails_stops_no_other(mini: Mini, run: Run) -> None:
     done = run("export-pr", "--all", "--onto", there, "main")
     assert done.code == PERSON
     assert "exit code 4" in done.out
+    assert "0002-beta-fix.patch: it depends on 0001-alpha-fix.patch, which is to be exported first" in done.err
     assert "both changed it" in done.err
     assert "k3/gamma-fix" in git(there, "for-each-ref")
     assert "k3/beta-fix" not in git(there, "for-each-ref")
@@ -374,7 +375,7 @@ def test_a_check_edits_where_no_later_patch_does(mini: Mini, run: Run, tmp_path:
     with_series(mini, (Commit("alpha-fix", COMMITS[0].subject, COMMITS[0].body, alpha), later))
     done = run("export-pr", "--all", "--check", "--json", tmp_path / "check.json")
     first, second = json.loads((tmp_path / "check.json").read_text())["patches"]
-    assert first["trip"] == "only the edit; of it, also 0002 (line numbers and blob ids)", done.err
+    assert first["trip"] == "only the edit; line numbers and blob ids of 0002", done.err
     # What cannot be merged alone is one's that needs a person, and the other is tried all the same.
     assert second["code"] == PERSON
 

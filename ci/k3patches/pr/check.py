@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -46,10 +46,16 @@ def there_and_back(desk: Desk, patch: Patch) -> str:
             wrong.append(f"it changes {', '.join(found.changed) or 'nothing'}")
         if wrong:
             raise UserError(f"{patch.name}: the import of a line more is wrong, {'; '.join(wrong)}: report it")
-        others = [f"{name[:4]} ({how})" for name, how in found.changed.items() if name != patch.name]
-        return "only the edit" + (f"; of it, also {', '.join(others)}" if others else "")
+        return "only the edit" + "".join(_others(patch, found.changed))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _others(patch: Patch, changed: Mapping[str, str]) -> Iterator[str]:
+    """The later patches that an edit moved, by what it changed of them."""
+    for how in dict.fromkeys(how for name, how in changed.items() if name != patch.name):
+        numbers = ", ".join(name[:4] for name, other in changed.items() if other == how)
+        yield f"; {how} of {numbers}"
 
 
 def _edit(tree: Path, patch: Patch, author: tuple[str, str, str], where: str) -> dict[str, int]:

@@ -98,9 +98,8 @@ def export_command(
     desk = Desk(project, release or project.default_release, options, trial=trial)
     with desk.lock():
         if every:
-            rows = [
-                many.export(desk, p, check.there_and_back if trial else None) for p in desk.patches if stack.pending(p)
-            ]
+            pending = [found for found in desk.patches if stack.pending(found)]
+            rows = many.export_all(desk, pending, check.there_and_back if trial else None)
             many.show(desk, rows)
             if json_file:
                 many.write(json_file, desk, rows)

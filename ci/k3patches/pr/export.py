@@ -78,6 +78,10 @@ class Export:
         self._note_resolutions(commits)
         return self._finish(after, parent, tops[-1], results)
 
+    def below(self) -> list[Patch]:
+        """What the branch must hold as well: the patches that this one depends on, as far as upstream lacks them."""
+        return stack.below(self.desk.patches, self.patch, self._lacking)
+
     # The steps.
 
     def _set_up(self) -> None:
@@ -87,7 +91,7 @@ class Export:
                 f"{self.desk.upstream.label} has {', '.join(own)} by itself, as the contract shows without "
                 f"{self.patch.name}: there is nothing to export"
             )
-        below = stack.below(self.desk.patches, self.patch, self._lacking)
+        below = self.below()
         if below and not self.desk.options.stacked:
             names = ", ".join(p.name.removesuffix(".patch") for p in below)
             raise UserError(

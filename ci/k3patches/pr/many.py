@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -16,10 +16,13 @@ from k3patches.pr import place
 from k3patches.pr.desk import Desk
 from k3patches.pr.export import Done, Export
 from k3patches.pr.runs import Results
+from k3patches.rebase.errors import NeedsPerson
 from k3patches.series import Patch
 
 # The exit code where a branch was made and nothing could be run on it.
 NOT_RUN = 6
+# Of the table in a log.
+WIDTH = 180
 # What is tried of a branch beyond its export: words on how it went, or an error.
 Trial = Callable[[Desk, Patch], str]
 
@@ -40,10 +43,20 @@ class Row:
     why: str = ""
 
 
-def export(desk: Desk, patch: Patch, trial: Trial | None) -> Row:
-    """Export one of several; what stops it stops none of the others."""
+def export_all(desk: Desk, patches: Sequence[Patch], trial: Trial | None) -> list[Row]:
+    """Export one after the other; what stops one stops only those that depend on it."""
+    rows: dict[str, Row] = {}
+    for patch in patches:
+        rows[patch.name] = _export(desk, patch, trial, {name for name, row in rows.items() if row.why})
+    return list(rows.values())
+
+
+def _export(desk: Desk, patch: Patch, trial: Trial | None, stopped: Collection[str]) -> Row:
+    export = Export(desk, patch)
     try:
-        done = Export(desk, patch).run()
+        if waits := [other.name for other in export.below() if other.name in stopped]:
+            raise NeedsPerson(f"it depends on {waits[0]}, which is to be exported first")
+        done = export.run()
         trip = trial(desk, patch) if trial else ""
     except UserError as e:
         click.echo(f"{patch.name}: {e.message}", err=True)
@@ -71,26 +84,22 @@ def _row(patch: Patch, commit: str, below: int, results: Results, trip: str) -> 
 
 def show(desk: Desk, rows: Sequence[Row]) -> None:
     """Print the table for a person."""
-    table = Table(
-        "patch",
-        "below",
-        "format",
-        "own tests without it",
-        "with it",
-        "contracts without it",
-        "with it",
-        "there and back",
-        title=f"onto {desk.upstream.label}",
-    )
+    columns = ["patch", "below", "format", "own tests without it", "with it", "contracts without it", "with it"]
+    table = Table(*columns, title=f"onto {desk.upstream.label}", title_justify="left")
     for row in rows:
         name = row.patch.removesuffix(".patch")
         if row.why:
             table.add_row(name, "", f"exit code {row.code}, see above")
         else:
             formatted = row.format + (f", {len(row.hooks)} hooks' findings" if row.hooks else "")
-            table.add_row(name, str(row.below or ""), formatted, *row.tests, *row.contracts, row.trip)
-    Console(markup=False, highlight=False).print(table)
+            table.add_row(name, str(row.below or ""), formatted, *row.tests, *row.contracts)
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
+    console.print(table)
     for row in rows:
+        if row.trip:
+            click.echo(f"{row.patch}: there and back, {row.trip}")
         for finding in row.hooks:
             click.echo(f"{row.patch}: {finding}")
 
