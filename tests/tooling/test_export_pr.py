@@ -25,7 +25,7 @@ from k3patches.pr.description import Subject
 from k3patches.pr.runs import Results
 from k3patches.series import load
 from miniature import AUTHOR, COMMITS, SPDX, Commit, Mini, Run, a_test, git, require_error, require_ok
-from rebasing import write_contracts
+from rebasing import CONTRACTS, write_contracts
 
 ONE, TWO, THREE = "0001-alpha-fix", "0002-beta-fix", "0003-gamma-fix"
 MOVED = {"vllm/alpha.py": ALPHA.replace("\n\ndef a", "\n\n# one\n# more\n\n\ndef a", 1)}
@@ -105,6 +105,15 @@ def test_a_dependency_is_refused_or_below(mini: Mini, run: Run) -> None:
     assert f"- {COMMITS[0].subject}" in told
     assert "On vLLM 0.27.1 and the change below" in told
     assert "| `test_beta_fix.py` | 1 failed | 1 passed |" in told
+
+
+def test_a_dependency_that_is_not_declared(mini: Mini, run: Run) -> None:
+    write_contracts(mini, CONTRACTS | {"gamma-fix": f"{CONTRACTS['gamma-fix']} and {CONTRACTS['alpha-fix']}"})
+    assert "--abort and add --with NNNN" in needs_a_person(run("export-pr", "0003"))
+    require_ok(run("export-pr", "0003", "--abort"))
+    require_error(run("export-pr", "0001", "--with", "0003"), "0003-gamma-fix.patch does not come before 0001")
+    require_ok(run("export-pr", "0003", "--with", "0001"))
+    assert git(tree(mini, THREE), "rev-list", "--count", "pristine..HEAD").strip() == "2"
 
 
 def test_files_of_the_fork_stay_behind(mini: Mini, run: Run) -> None:

@@ -26,17 +26,18 @@ cannot run there,
 """
 EXPORT_EXAMPLES = f"""
 \b
-  ci/export-pr.sh 0004                            a branch on the release, in build/pr/v0.27.1/0004-...
-  ci/export-pr.sh 0004 --onto ../vllm main        the branch k3/FIX in that clone, which stays where it is
+  ci/export-pr.sh 0001                            a branch on the release, in build/pr/v0.27.1/0001-...
+  ci/export-pr.sh 0001 --onto ../vllm main        the branch k3/FIX in that clone, which stays where it is
   ci/export-pr.sh 0005 --stack                    on top of what it depends on
+  ci/export-pr.sh 0004 --with 0002                on top of another one that it does not declare
   ci/export-pr.sh 0008 --continue                 after editing build/pr/work/v0.27.1/0008-.../tree
   ci/export-pr.sh --all --check --base 0.33.0     try them all, there and back, and leave nothing
 {CODES}"""
 IMPORT_EXAMPLES = f"""
 \b
-  ci/import-pr.sh 0004                            from build/pr/v0.27.1/0004-.../tree
-  ci/import-pr.sh 0004 --from ../vllm             from the branch k3/FIX of that clone
-  ci/import-pr.sh 0004 --from ../vllm --branch B --since COMMIT
+  ci/import-pr.sh 0001                            from build/pr/v0.27.1/0001-.../tree
+  ci/import-pr.sh 0001 --from ../vllm             from the branch k3/FIX of that clone
+  ci/import-pr.sh 0001 --from ../vllm --branch B --since COMMIT
                                                   from one that was rebased, or exported elsewhere
 
 \b
@@ -56,6 +57,7 @@ ABORT = click.option("--abort", is_flag=True, help="Throw the kept tree away.")
 @click.option("--onto", type=(FILE, str), metavar="GITDIR REF", help="A commit of this clone. [default: the release]")
 @click.option("--branch", help="The branch's name. [default: k3/FIX]")
 @click.option("--stack", "stacked", is_flag=True, help="Put it on top of the patches that it depends on.")
+@click.option("--with", "also", metavar="NNNN", multiple=True, help="Another patch to put below; may be repeated.")
 @click.option("--check", "trial", is_flag=True, help="With --all: also import each again, and leave nothing.")
 @click.option("--no-runs", is_flag=True, help="Run neither tests nor contracts; the description says so.")
 @click.option("--json", "json_file", type=FILE, help="With --all: write the table to this file as well.")
@@ -70,6 +72,7 @@ def export_command(
     onto: tuple[Path, str] | None,
     branch: str | None,
     stacked: bool,
+    also: tuple[str, ...],
     trial: bool,
     no_runs: bool,
     json_file: Path | None,
@@ -89,12 +92,14 @@ def export_command(
         raise click.UsageError("name one patch, or --all")
     if go_on + abort + every > 1:
         raise click.UsageError("--continue and --abort go on with one patch, and exclude each other")
-    if every and branch:
-        raise click.UsageError("--branch names one branch, and --all makes several")
+    if every and (branch or also):
+        raise click.UsageError("--branch and --with are of one branch, and --all makes several")
     if (trial or json_file) and not every:
         raise click.UsageError("--check and --json go with --all")
     project = Project.find()
-    options = Options(cache or fetch.default_cache(), python, onto, branch, stacked or every, not no_runs)
+    options = Options(
+        cache or fetch.default_cache(), python, onto, branch, stacked or every or bool(also), also, not no_runs
+    )
     desk = Desk(project, release or project.default_release, options, trial=trial)
     with desk.lock():
         if every:

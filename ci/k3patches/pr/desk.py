@@ -28,13 +28,17 @@ from k3patches.status_run import interpreter
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; ``onto`` are a repository and a ref in it."""
+    """What the command line says; ``onto`` are a repository and a ref in it.
+
+    ``also`` names patches that are to be below, whether the exported one declares that it depends on them or not.
+    """
 
     cache: Path
     python: str
     onto: tuple[Path, str] | None = None
     branch: str | None = None
     stacked: bool = False
+    also: tuple[str, ...] = ()
     run: bool = True
 
 

@@ -80,7 +80,8 @@ class Export:
 
     def below(self) -> list[Patch]:
         """What the branch must hold as well: the patches that this one depends on, as far as upstream lacks them."""
-        return stack.below(self.desk.patches, self.patch, self._lacking)
+        also = [stack.find(self.desk.patches, name) for name in self.desk.options.also]
+        return stack.below(self.desk.patches, self.patch, also, self._lacking)
 
     # The steps.
 
@@ -198,6 +199,8 @@ class Export:
         if results.wrong:
             what, logs = "; ".join(results.wrong), self.desk.shown(self.folder / "logs")
             told = f"on {self.desk.upstream.label}, {self.patch.name} does not do its job: {what} (see {logs})"
+            if not all(after.holds for _, after in results.contracts.values()):
+                told += "; where it needs another patch that it does not declare, --abort and add --with NNNN"
             self._stop(None, told)
         return results
 

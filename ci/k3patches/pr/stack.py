@@ -24,13 +24,15 @@ def pending(patch: Patch) -> bool:
     return patch.upstream_status.startswith(PENDING)
 
 
-def below(patches: Sequence[Patch], patch: Patch, lacking: Callable[[str], bool]) -> list[Patch]:
-    """The patches that ``patch`` depends on, directly or not, in the series' order.
+def below(patches: Sequence[Patch], patch: Patch, also: Sequence[Patch], lacking: Callable[[str], bool]) -> list[Patch]:
+    """The patches that ``patch`` depends on, directly or not, in the series' order, and those wanted ``also``.
 
     A dependency on a fix that upstream is not ``lacking`` needs none.
     """
-    found: set[str] = set()
-    todo = [patch]
+    if late := [other for other in also if patches.index(other) >= patches.index(patch)]:
+        raise UserError(f"{late[0].name} does not come before {patch.name} in the series: it cannot be below it")
+    found = {other.name for other in also}
+    todo = [patch, *also]
     while todo:
         for fix in todo.pop().depends_on:
             other = next((p for p in patches if fix in p.contracts), None)
