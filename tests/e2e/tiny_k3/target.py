@@ -41,7 +41,7 @@ SIZES = {
     "v_proj": 1.5,
     "g_proj": 2.0,
     "f_a_proj": 1.0,
-    "f_b_proj": 1.0,
+    "f_b_proj": 2.0,
     "b_proj": 1.5,
     "q_a_proj": 1.0,
     "kv_a_proj_with_mqa": 1.0,
@@ -333,12 +333,13 @@ def mixed_metadata(tensors: Tensors, aliases: bool = True) -> tuple[dict[str, An
         "NVFP4": {"input_activations": dict(four_bits), "weights": dict(four_bits)},
         contracts.ALGORITHM: {"quant_algo": contracts.ALGORITHM},
     }
-    for algorithm, group in groups.items():
-        group["targets"] = sorted(name for name, of in layers.items() if of == algorithm)
+    used = list(dict.fromkeys(layers.values()))
+    for algorithm in used:
+        groups[algorithm]["targets"] = sorted(name for name, of in layers.items() if of == algorithm)
     config = contracts.quantization_config(
         layers,
         tuple(excluded),
-        config_groups={f"group_{number}": group for number, group in enumerate(groups.values())},
+        config_groups={f"group_{number}": group for number, group in enumerate(map(groups.get, used))},
         producer=legacy["producer"],
     )
     return {**config, "quant_method": "modelopt_mixed" if aliases else "modelopt"}, legacy
