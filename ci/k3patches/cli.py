@@ -29,7 +29,6 @@ from k3patches import (
     series,
     tree,
     verify,
-    wheelfiles,
     wheels,
 )
 from k3patches.base import Base
@@ -304,11 +303,7 @@ def sbom_command(wheel: Path) -> None:
 
     An installed vLLM has it too, in its dist-info folder below sboms/.
     """
-    with wheelfiles.opened(wheel) as opened:
-        name = f"{opened.dist_info_path}/{sbom.FILE}"
-        if name not in opened.namelist():
-            raise UserError(f"{wheel.name} carries no {sbom.FILE}: build it again, or name a wheel of this project")
-        click.echo(opened.read(name).decode(), nl=False)
+    click.echo(verify.member(wheel, sbom.FILE).decode(), nl=False)
 
 
 @cli.command("lint")

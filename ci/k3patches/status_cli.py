@@ -70,7 +70,7 @@ def table_command(
     place = json_file or project.root / "patches" / status.FILE
     if current:
         _require_current(project, folder, status.read(place))
-        _require_pages(project, status.read(place))
+        tracking.require_current(project, status.read(place))
         return
     if not json_file:
         # Told now, and not when all contracts have run.
@@ -100,7 +100,7 @@ def table_command(
                 raise UserError(f"{place} differs from what was measured: {'; '.join(found)}; {AGAIN} and commit it")
             if not chosen:
                 _require_current(project, folder, committed)
-                _require_pages(project, committed)
+                tracking.require_current(project, committed)
             return
         if not check and (write_broken or not wrong):
             if chosen and place.is_file():
@@ -145,12 +145,6 @@ def _pinned(project: Project, release: str) -> tuple[bases.Base, list[series.Pat
 def _require_current(project: Project, folder: Path, table: Table) -> None:
     if old := status.stale(table, project, folder):
         raise UserError(f"the status table is not of today: {'; '.join(old)}; {AGAIN} and commit what it writes")
-
-
-def _require_pages(project: Project, table: Table) -> None:
-    for path, text in tracking.pages(project, table).items():
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            raise UserError(f"{path} is not what patches/{status.FILE} says: run ci/status.sh --pages and commit it")
 
 
 def _write(path: Path, text: str) -> None:

@@ -38,6 +38,13 @@ def pages(project: Project, table: Table) -> dict[Path, str]:
     return {readme: text, project.root / "patches" / PAGE: page(project, table)}
 
 
+def require_current(project: Project, table: Table) -> None:
+    """See that the pages are those of this table."""
+    for path, text in pages(project, table).items():
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            raise UserError(f"{path} is not what the status table says: run ci/status.sh --pages and commit it")
+
+
 def grounds_of(project: Project, fixes: Sequence[str]) -> dict[str, Ground]:
     """What is known of upstream, by fix; it must be of these and no others."""
     grounds = known.load(project.root / "patches" / "pr")

@@ -70,6 +70,16 @@ def manifest_of(path: Path) -> Manifest:
             raise UserError(f"{path.name}: {e}") from None
 
 
+def member(path: Path, name: str) -> bytes:
+    """A file of the wheel's dist-info folder."""
+    with opened(path) as wheel:
+        full = f"{wheel.dist_info_path}/{name}"
+        if full not in wheel.namelist():
+            raise UserError(f"{path.name} carries no {name}: build it again, or name a wheel of this project")
+        content: bytes = wheel.read(full)
+    return content
+
+
 def _subject(path: Path, tree: Path, official: Path | None) -> Subject:
     manifest = manifest_of(path)
     with opened(path) as wheel:

@@ -6,6 +6,7 @@ not take ends it with an error, so that the tests hold for the real one as well.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -32,7 +33,7 @@ class Refused(Exception):
 
 def empty(remote: Path) -> Json:
     """The state of a host whose git repository is ``remote``."""
-    return {"remote": str(remote), "labels": [], "items": [], "log": [], "refuse": {}, "calls": 0}
+    return {"remote": str(remote), "labels": [], "items": [], "log": [], "refuse": {}, "calls": 0, "releases": {}}
 
 
 def serve(state: Json, method: str, route: str, data: Json | None) -> Any:
@@ -110,9 +111,9 @@ def _item(state: Json, number: int) -> Json:
     return state["items"][number - 1]
 
 
-def _commit(state: Json, branch: str) -> str:
+def _commit(state: Json, branch: str, kind: str = "heads") -> str:
     told = subprocess.run(
-        ["git", "rev-parse", "--verify", f"refs/heads/{branch}"], cwd=state["remote"], capture_output=True, text=True
+        ["git", "rev-parse", "--verify", f"refs/{kind}/{branch}"], cwd=state["remote"], capture_output=True, text=True
     )
     if told.returncode:
         raise Refused(422, "Validation Failed", errors=[{"message": f"no branch {branch}"}])
@@ -124,12 +125,49 @@ def _only(given: Json | None, *names: str) -> None:
         raise Refused(422, f"not known here: {unknown}")
 
 
+def release(state: Json, verb: str, tag: str, options: Sequence[str]) -> str:
+    """``gh release VERB TAG``, as far as ci/release.sh uses it."""
+    if verb in state["refuse"]:
+        raise Refused(500, state["refuse"].pop(verb))
+    found = state["releases"].get(tag)
+    if verb == "create":
+        assert options[:2] == ["--verify-tag", "--draft"], options
+        flags = dict(zip(options[2::2], options[3::2], strict=True))
+        assert set(flags) == {"--title", "--notes-file"}, options
+        _commit(state, tag, "tags")
+        notes = Path(flags["--notes-file"]).read_text()
+        state["releases"][tag] = {"title": flags["--title"], "notes": notes, "draft": True, "assets": {}}
+        return ""
+    if not found:
+        raise Refused(404, "release not found")
+    if verb == "view":
+        assert options == ["--json", "isDraft"], options
+        return json.dumps({"isDraft": found["draft"]})
+    if verb == "upload":
+        assert options[1:] == ["--clobber"], options
+        content = Path(options[0]).read_bytes()
+        found["assets"][Path(options[0]).name] = hashlib.sha256(content).hexdigest()
+        return ""
+    assert (verb, options) == ("edit", ["--draft=false"]), (verb, options)
+    found["draft"] = False
+    return ""
+
+
 def main(arguments: Sequence[str]) -> int:
     if list(arguments[:2]) == ["auth", "git-credential"]:
         return 0
-    assert arguments[0] == "api", arguments
     path = Path(os.environ["FAKE_GH"])
     state = json.loads(path.read_text())
+    if arguments[0] == "release":
+        try:
+            print(release(state, arguments[1], arguments[2], list(arguments[3:])), end="")
+        except Refused as e:
+            print(e, file=sys.stderr)
+            return 1
+        finally:
+            path.write_text(json.dumps(state))
+        return 0
+    assert arguments[0] == "api", arguments
     route, options = arguments[1], list(arguments[2:])
     pages = "--paginate" in options
     if pages:

@@ -28,7 +28,15 @@ RIGHTS: dict[tuple[str, str], dict[str, str]] = {
         "issues": "write",
         "pull-requests": "write",
     },
+    ("release", "build"): READ,
+    ("release", "publish"): {
+        "attestations": "write",
+        "contents": "write",  # the tag and the release
+        "id-token": "write",  # signs the attestation
+    },
 }
+# What a job that can write may run: nothing of upstream's.
+WRITES = {"nightly": ["ci/nightly.sh publish"], "release": ["ci/release.sh publish --yes"]}
 USES = re.compile(r"^\s*(?:- )?uses: ([\w-]+/[\w-]+)@([0-9a-f]{40}) # (v\d+\.\d+\.\d+)$")
 
 
@@ -99,7 +107,7 @@ def test_the_projects_rules_hold(path: Path) -> None:
 
 def test_there_are_no_other_workflows_and_no_actions_of_our_own() -> None:
     there = {p.relative_to(ROOT / ".github").as_posix() for p in (ROOT / ".github").rglob("*") if p.is_file()}
-    assert {name for name in there if not name.endswith(".md")} == {"workflows/nightly.yml", "workflows/test.yml"}
+    assert {name for name in there if not name.endswith(".md")} == {f"workflows/{name}.yml" for name, _ in RIGHTS}
     assert {(p.stem, job) for p in WORKFLOWS for job in yaml.safe_load(p.read_text())["jobs"]} == set(RIGHTS)
 
 
@@ -112,7 +120,7 @@ def test_only_a_job_that_runs_nothing_of_upstreams_can_write() -> None:
     for path in WORKFLOWS:
         for name, job in yaml.safe_load(path.read_text())["jobs"].items():
             if "write" in RIGHTS[path.stem, name].values():
-                assert [step["run"] for step in job["steps"] if "run" in step] == ["ci/nightly.sh publish"]
+                assert [step["run"] for step in job["steps"] if "run" in step] == WRITES[path.stem]
 
 
 def test_the_pushed_branches_are_tested_by_a_workflow_that_can_be_started() -> None:
@@ -145,6 +153,8 @@ def test_the_test_workflow_runs_the_readmes_test_command() -> None:
         ("nightly", "github.token", "secrets.TOKEN", "secret"),
         ("nightly", "    timeout-minutes: 15\n", "", "time-out of publish"),
         ("nightly", "  group: nightly\n", "", "concurrency"),
+        ("release", "      contents: read", "      contents: write", "permissions of build"),
+        ("release", "      id-token: write", "      packages: write", "permissions of publish"),
     ],
 )
 def test_the_rules_find_what_breaks_them(tmp_path: Path, name: str, old: str, new: str, word: str) -> None:
