@@ -7,6 +7,8 @@ of the vLLM tree that is to be tested.
 
 from __future__ import annotations
 
+import functools
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--first-failure"):
         config.pluginmanager.register(FirstFailures(), "k3-first-failures")
+    if config.getoption("--tree"):
+        # vLLM reads those of every installed package anew for each configuration, 10 ms that nothing has changed in.
+        vars(metadata)["entry_points"] = functools.cache(metadata.entry_points)
 
 
 def _file(nodeid: str) -> str:
