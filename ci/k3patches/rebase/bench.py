@@ -32,7 +32,9 @@ class Bench:
     def fixes(self) -> list[str]:
         return contracts.fixes(self.folder)
 
-    def run(self, tree: Path, fixes: Sequence[str], output: Path, in_short: bool = False) -> dict[str, Outcome]:
+    def run(
+        self, tree: Path, fixes: Sequence[str], output: Path, in_short: bool = False, jobs: int = contracts.PARALLEL
+    ) -> dict[str, Outcome]:
         """How ``tree``, which is a clean git work tree, does in the contracts of ``fixes``.
 
         ``in_short`` ends a contract at its first failure; what pytest prints goes to ``output``.
@@ -40,7 +42,6 @@ class Bench:
         content = gitwork.tree_of(tree)
         known = {fix: outcome for fix in fixes if (outcome := self._recall(content, fix, in_short))}
         todo = [fix for fix in fixes if fix not in known]
-        jobs = contracts.PARALLEL
         try:
             known |= contracts.run(
                 self.folder, todo, tree, self.python, jobs=jobs, stop_at_first_failure=in_short, output=output

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,6 +36,7 @@ from k3patches.rebase.state import State
 from k3patches.rebase.store import Store
 from k3patches.rebase.target import Target
 from k3patches.series import CONTRACT, Patch
+from k3patches.source import Source
 from k3patches.tree import PRISTINE_TAG
 
 
@@ -119,6 +121,19 @@ class Rebase:
         self._write_report()
         return result
 
+    def look_ahead(self) -> None:
+        """Unpack the target and run the contracts on it as released: :meth:`run` finds both done.
+
+        That asks for nothing of any series, and so can go on while the one to carry is still made.
+        """
+        for left in (self.pristine, self.folder / "scratch"):
+            shutil.rmtree(left, ignore_errors=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        pristine = self.store.pristine(self._source)
+        gitwork.work_tree(self.pristine, pristine, [self.store.objects])
+        self.bench.run(self.pristine, self.bench.fixes, self.log, in_short=True, jobs=1)
+        self.progress.say(f"looked ahead: contracts on pristine {self.target.label}")
+
     # The steps.
 
     def _run(self, go_on: bool) -> Result:
@@ -150,15 +165,17 @@ class Rebase:
             raise UserError(f"{self.target.label} has no series to record: rebase onto it without --record first")
         self.state.bases = targets.nearest(self.project, self.target, self.options.base)
         with self.progress.step(f"source of {self.target.label}"):
-            base = self._pin()
-            source = self.target.source(self.project, base, self.options.cache)
-            pristine = self.store.pristine(source)
+            pristine = self.store.pristine(self._source)
             gitwork.work_tree(self.tree, pristine, [self.store.objects])
             gitwork.work_tree(self.pristine, pristine, [self.store.objects])
         if self.options.take:
             kept.check_takeable(self.options.take, self.tree, self.target)
         self.state.head = pristine
         self.state.save(self.folder)
+
+    @cached_property
+    def _source(self) -> Source:
+        return self.target.source(self.project, self._pin(), self.options.cache)
 
     def _pin(self) -> Base | None:
         """What is pinned of a release; the pins that are committed already stay what they are."""

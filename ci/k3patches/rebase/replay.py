@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,16 +39,31 @@ def replay(project: Project, scratch: Path, cache: Path, python: str) -> list[Re
         if (project.root / name).is_dir():
             shutil.copytree(project.root / name, scratch / name, ignore=shutil.ignore_patterns("__pycache__"))
     copy = Project(scratch)
+    options = Options(base=None, cache=cache, python=python)
+    rebases = [Rebase(copy, targets.parse(release, None), options) for release in later]
     done = []
-    for release in later:
-        start = time.monotonic()
-        click.echo(f"== vLLM {release}", err=True)
-        rebase = Rebase(copy, targets.parse(release, None), Options(base=None, cache=cache, python=python))
-        with rebase.lock():
-            rebase.run(go_on=False)
-        differing = [name for part in _parts(release) for name in _differing(part, project.root, scratch)]
-        done.append(Replayed(release, time.monotonic() - start, differing))
+    start = time.monotonic()
+    # A base waits for the series of the one before, but its source as released does not: the second process's work.
+    with ThreadPoolExecutor(1) as ahead:
+        looked = [ahead.submit(_look_ahead, rebase) for rebase in rebases]
+        try:
+            for release, rebase, ready in zip(later, rebases, looked, strict=True):
+                click.echo(f"== vLLM {release}", err=True)
+                ready.result()
+                with rebase.lock():
+                    rebase.run(go_on=False)
+                differing = [name for part in _parts(release) for name in _differing(part, project.root, scratch)]
+                done.append(Replayed(release, time.monotonic() - start, differing))
+                start = time.monotonic()
+        except BaseException:
+            ahead.shutdown(wait=False, cancel_futures=True)
+            raise
     return done
+
+
+def _look_ahead(rebase: Rebase) -> None:
+    with rebase.lock():
+        rebase.look_ahead()
 
 
 @click.command("replay")

@@ -37,6 +37,9 @@ class Store:
     def pristine(self, source: Source) -> str:
         """The commit of ``source``'s content."""
         ref = f"refs/sources/{_key(source.identity)}"
+        # Refs are moved whole, so what is there can be read while another run holds the lock to unpack.
+        if source.pinned and (known := self._known(ref)):
+            return known
         with self._open():
             if source.pinned and (known := self._known(ref)):
                 return known
@@ -54,15 +57,14 @@ class Store:
     def series(self, pristine: str, patches: Sequence[Patch]) -> list[str]:
         """The commits of ``patches``, applied in order to the commit ``pristine``."""
         ref = f"refs/series/{series_key(self.content(pristine), [p.data for p in patches])}"
-        with self._open():
-            if not self._known(ref):
-                with self._scratch() as folder:
-                    tree = folder / "tree"
-                    gitwork.work_tree(tree, pristine, [self.objects])
-                    for patch in patches:
-                        trees.apply_one(tree, patch)
-                    self._take(tree, ref)
-            return git("rev-list", "--reverse", f"{pristine}..{ref}", cwd=self.path).split()
+        if not self._known(ref):
+            with self._open(), self._scratch() as folder:
+                tree = folder / "tree"
+                gitwork.work_tree(tree, pristine, [self.objects])
+                for patch in patches:
+                    trees.apply_one(tree, patch)
+                self._take(tree, ref)
+        return git("rev-list", "--reverse", f"{pristine}..{ref}", cwd=self.path).split()
 
     def remember(self, tree: Path, mails: Sequence[bytes]) -> None:
         """Keep ``tree``'s commits, whose patch files are ``mails``: the next rebase starts from them."""
