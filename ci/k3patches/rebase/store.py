@@ -47,7 +47,7 @@ class Store:
                 source.unpack(folder)
                 (self.path / "index").unlink(missing_ok=True)
                 # What the release's own .gitignore hides (vllm/_version.py) is part of the source as well.
-                git("--work-tree", folder, "add", "-A", "-f", ".", cwd=self.path)
+                git(*trees.IN_ONE_PACK, "--work-tree", folder, "add", "-A", "-f", ".", cwd=self.path)
                 content = git("write-tree", cwd=self.path).strip()
                 message = f"{source.identity}\n" if source.pinned else "vLLM, pristine"
                 commit = git("commit-tree", content, "-m", message, cwd=self.path, date=LONG_AGO).strip()
