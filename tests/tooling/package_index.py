@@ -8,12 +8,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 from typing_extensions import Self
 
 
 class PackageIndex:
-    """Serve the files of a folder as the project vllm.
+    """Serve the files of a folder as the project vllm; as a proxy, of whatever host it is asked for.
 
     ``plans[name]`` says what becomes of the next requests for a file, the last entry of all further ones:
     ``well``, ``cut`` (break off in the middle), ``wrong`` (other bytes), ``missing`` (404), ``stall`` (send
@@ -52,6 +53,8 @@ class PackageIndex:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 index.asked.append(self.path)
+                # A proxy is asked for whole addresses.
+                self.path = urlsplit(self.path).path
                 name = self.path.rsplit("/", 1)[-1]
                 if self.path == "/simple/vllm/":
                     links = "".join(f'<a href="/moved/{p.name}">{p.name}</a>\n' for p in index.folder.iterdir())

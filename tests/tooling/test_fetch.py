@@ -42,6 +42,18 @@ def test_a_file_in_the_cache_is_not_asked_for(mini: Mini, run: Run, index: Packa
     assert index.asked == ["/simple/vllm/", f"/moved/{WHEEL}", f"/files/{WHEEL}"]
 
 
+@pytest.mark.parametrize("variable", ["PIP_PROXY", "http_proxy"])
+def test_a_proxy_fetches_from_an_index_that_only_it_reaches(
+    mini: Mini, run: Run, index: PackageIndex, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    mini.cold()
+    monkeypatch.setenv("PIP_INDEX_URL", "http://mirror.invalid/simple")
+    monkeypatch.setenv(variable, index.url.removesuffix("/simple"))
+    require_ok(run("fetch", "--arch", "x86_64"))
+    assert index.asked[0] == "http://mirror.invalid/simple/vllm/"
+    assert cached(mini) == sorted([SDIST, WHEEL])
+
+
 @pytest.mark.parametrize("trouble", ["cut", "wrong", "missing"])
 def test_a_download_that_fails_for_a_time_is_tried_again(
     mini: Mini, run: Run, index: PackageIndex, trouble: str
