@@ -79,9 +79,9 @@ heading "wheel"
 heading "tooling"
 "$python" -m pytest -q -p no:cacheprovider -n auto --dist loadfile tests/tooling
 
-heading "end to end: the tiny Kimi-K3 and how two bases load it"
+heading "end to end: the tiny Kimi-K3, how two bases load it, and what runs and judges engines"
 ./build.sh apply --base 0.33.0 >/dev/null
-"$python" -m pytest -q -p no:cacheprovider -n auto --dist loadfile tests/e2e/test_tiny_k3*.py
+"$python" -m pytest -q -p no:cacheprovider -n auto --dist loadfile tests/e2e
 
 heading "contracts and patches' own tests, all bases, against the committed table"
 $tools table --check --thorough

@@ -116,12 +116,15 @@ class Run:
         state = "done" if known.get("finished") else f"failed: {known['error']}"
         say(f"{case.name}: {state}")
 
+    def arguments(self, case: cases.Case, folders: dict[str, str]) -> dict[str, Any]:
+        return worker.merged(worker.engine_arguments(case.as_dict(), folders, self.share), self.options.argument)
+
     def load(self, gpus: list[int]) -> None:
         case = cases.Case("mixed", drafter="fp8_pb_wo")
         say("load: starts")
         results = self.work / "load.result.json"
         results.unlink(missing_ok=True)
-        arguments = worker.engine_arguments(case.as_dict(), self.folders, self.share) | self.options.argument
+        arguments = self.arguments(case, self.folders)
         job = self.common | {
             "arguments": arguments,
             "gpus": gpus,
@@ -151,7 +154,7 @@ class Run:
             folders[which] = str(broken)
             drafter = "fp8_pb_wo" if name in damage.OF_DRAFTER else None
             case = cases.Case("mixed", drafter=drafter, graphs=False)
-            arguments = worker.engine_arguments(case.as_dict(), folders, self.share) | self.options.argument
+            arguments = self.arguments(case, folders)
             log = self.work / f"fault-{re.sub(r'[^a-z]+', '-', name)}.log"
             known = faults.give(sys.executable, arguments, gpus, log, self.options.limit)
         self.results["faults"][name] = known

@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from engine import cases, compare, faults, load, pool, prompts
+from engine import cases, compare, faults, load, pool, prompts, worker
 from engine.server import serving
 
 HERE = Path(__file__).resolve().parent
@@ -209,6 +209,13 @@ def test_continuations_that_part() -> None:
 def test_verdict(tokens: list[int], logprobs: list[float], gap: float, word: str) -> None:
     alone = {"tokens": [1, 2, 3], "logprobs": [-1.0] * 3, "top": [[-1.0, -1.0 - gap]] * 3, "reason": "length"}
     assert load.verdict({"tokens": tokens, "logprobs": logprobs, "reason": "length"}, alone) == word
+
+
+def test_arguments_are_merged_inside() -> None:
+    ours = {"a": 1, "config": {"sizes": [1], "passes": {"x": True}}}
+    theirs = {"config": {"passes": {"y": False}}, "b": 2}
+    assert worker.merged(ours, theirs) == {"a": 1, "b": 2, "config": {"sizes": [1], "passes": {"x": True, "y": False}}}
+    assert ours == {"a": 1, "config": {"sizes": [1], "passes": {"x": True}}}
 
 
 def test_unknown_case_is_named() -> None:

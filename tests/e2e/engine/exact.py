@@ -22,24 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 from tiny_k3 import OUTER
-from tiny_k3.forward import Tiny
+from tiny_k3.contracts import BLOCK
+from tiny_k3.forward import Tiny, e4m3_groups, e4m3_scale
 from tiny_k3.target import PROJECTION
 
 from engine import compare, prompts
-
-BLOCK, LARGEST = 128, 448.0
-
-
-def scales(largest: torch.Tensor, power_of_two: bool) -> torch.Tensor:
-    scale = largest.clamp_min(1e-10) / LARGEST
-    return torch.exp2(torch.ceil(torch.log2(scale))) if power_of_two else scale
-
-
-def rounded_tokens(x: torch.Tensor, power_of_two: bool) -> torch.Tensor:
-    """E4M3 of x [T, columns] under a scale for each token and 128 columns, as numbers again."""
-    groups = x.unflatten(-1, (-1, BLOCK))
-    scale = scales(groups.abs().amax(-1, keepdim=True), power_of_two)
-    return ((groups / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale).flatten(-2)
 
 
 def rounded_blocks(matrix: torch.Tensor) -> torch.Tensor:
@@ -47,8 +34,8 @@ def rounded_blocks(matrix: torch.Tensor) -> torch.Tensor:
     rows, columns = matrix.shape
     tall, wide = -rows % BLOCK, -columns % BLOCK
     tiles = torch.nn.functional.pad(matrix, (0, wide, 0, tall)).unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
-    scale = scales(tiles.abs().amax((1, 3), keepdim=True), power_of_two=True)
-    again = (tiles / scale).to(torch.float8_e4m3fn).to(matrix.dtype) * scale
+    scale = e4m3_scale(tiles.abs().amax((1, 3), keepdim=True), power_of_two=True)
+    again = (tiles / scale).float().to(torch.float8_e4m3fn).to(matrix.dtype) * scale
     return again.flatten(2).flatten(0, 1)[:rows, :columns]
 
 
@@ -61,7 +48,7 @@ class Rounding(Tiny):
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
         if self.fp8 and PROJECTION.fullmatch(f"{OUTER}{name}.weight"):
-            x = rounded_tokens(x, self.power_of_two)
+            x = e4m3_groups(x, self.power_of_two)
         return super()._linear(name, x).bfloat16().to(x.dtype)
 
     def _norm(self, name: str, x: torch.Tensor, epsilon: float | None = None) -> torch.Tensor:

@@ -69,6 +69,9 @@ def engine_arguments(case: dict[str, Any], folders: dict[str, str], share: float
         "max_num_seqs": 64,
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
+        # Every captured size has kernels of its own to be compiled.
+        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
+        "tokenizer_mode": "hf",
         "limit_mm_per_prompt": {"image": 0, "video": 0},
     }
     if case["cache"] == "fp8":
@@ -82,6 +85,15 @@ def engine_arguments(case: dict[str, Any], folders: dict[str, str], share: float
             "model": folders[f"drafter-{case['drafter']}"],
             "num_speculative_tokens": tiny_k3.DRAFT_TOKENS,
         }
+    return made
+
+
+def merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """Both, theirs where they differ, dictionaries inside likewise."""
+    made = dict(ours)
+    for name, value in theirs.items():
+        both = isinstance(value, dict) and isinstance(made.get(name), dict)
+        made[name] = merged(made[name], value) if both else value
     return made
 
 
@@ -144,7 +156,7 @@ def run(job: dict[str, Any], results: Results) -> None:
     from vllm import LLM, SamplingParams
 
     case, vocabulary, reserved = job["case"], job["vocabulary"], job["reserved"]
-    arguments = engine_arguments(case, job["folders"], job["share"]) | job.get("arguments", {})
+    arguments = merged(engine_arguments(case, job["folders"], job["share"]), job.get("arguments", {}))
     start = time.perf_counter()
     try:
         llm = LLM(**arguments, max_logprobs=-1, disable_log_stats=False)

@@ -25,10 +25,16 @@ CONV_NORM_EPSILON = 1e-6  # of the L2 norm of KDA's queries and keys
 GATED_NORM_EPSILON = 1e-5  # of KDA's output norm
 
 
-def e4m3_groups(x: torch.Tensor) -> torch.Tensor:
-    """[T, width] rounded to E4M3 under one scale for each token's 128 neighbours, its largest becoming 448."""
+def e4m3_scale(largest: torch.Tensor, power_of_two: bool = False) -> torch.Tensor:
+    """The scale under which `largest` becomes 448, or the next power of two above it."""
+    scale = largest.clamp(min=1e-10) / E4M3_MAX
+    return torch.exp2(torch.ceil(torch.log2(scale))) if power_of_two else scale
+
+
+def e4m3_groups(x: torch.Tensor, power_of_two: bool = False) -> torch.Tensor:
+    """[T, width] rounded to E4M3 under one scale for each token's 128 neighbours."""
     groups = x.view(x.shape[0], -1, BLOCK)
-    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / E4M3_MAX
+    scale = e4m3_scale(groups.abs().amax(-1, keepdim=True), power_of_two)
     return ((groups / scale).float().to(torch.float8_e4m3fn).to(x.dtype) * scale).view(x.shape)
 
 
