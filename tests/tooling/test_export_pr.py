@@ -478,7 +478,7 @@ def test_a_template_that_nothing_is_known_of(mini: Mini) -> None:
 
 def test_known_pull_requests_are_listed(mini: Mini) -> None:
     folder = mini.root / "patches" / "pr"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "known.toml").write_text(
         '[alpha-fix]\npull.7 = "the same"\nissue.8 = "a report"\nsearch = ["letter c"]\n'
     )
