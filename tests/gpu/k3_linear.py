@@ -86,6 +86,7 @@ def engine(size: int = SIZE, rank: int = RANK) -> Iterator[None]:
     """vLLM's configuration and a process group that pretends to be ``rank`` of ``size``."""
     from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
+    from vllm.v1.worker import workspace
 
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(GEOMETRY.text_config()))
@@ -102,8 +103,11 @@ def engine(size: int = SIZE, rank: int = RANK) -> Iterator[None]:
                 initialize_model_parallel(1, 1)
             group = parallel_state.get_tp_group()
             group.world_size, group.rank_in_group = size, rank
+            workspace.reset_workspace_manager()
+            workspace.init_workspace_manager(torch.device("cuda"))
             yield
     finally:
+        workspace.reset_workspace_manager()
         torch.set_default_dtype(kept)
 
 
@@ -152,7 +156,7 @@ def _loaded(projection: Projection, kernel: str, matrices: Matrices) -> Loaded:
         layer.weight_scale.weight_loader(layer.weight_scale, scale, *shard)
     layer.quant_method.process_weights_after_loading(layer)
     parts = [_part(projection, s, dequantize(w.cuda(), sc.cuda())) for s, (w, sc) in matrices.items()]
-    return Loaded(layer, type(layer.quant_method.w8a8_block_fp8_linear).__name__, torch.cat(parts))
+    return Loaded(layer, _kernel_name(layer), torch.cat(parts))
 
 
 def _part(projection: Projection, shard: str, matrix: torch.Tensor) -> torch.Tensor:
@@ -211,6 +215,12 @@ def _build(projection: Projection, kernel: str, sizes: dict[str, tuple[int, ...]
             layer = ReplicatedLinear(columns, rows[0], **common)
     finally:
         modelopt.init_fp8_linear_kernel = original
-    found = type(layer.quant_method.w8a8_block_fp8_linear).__name__
+    found = _kernel_name(layer)
     assert not forced or found == forced, f"{projection.name}: {forced} was asked for, vLLM took {found}"
     return layer
+
+
+def _kernel_name(layer: torch.nn.Module) -> str:
+    """The kernel that a layer runs; releases keep it under different names."""
+    method = layer.quant_method
+    return type(getattr(method, "w8a8_block_fp8_linear", None) or method.kernel).__name__
