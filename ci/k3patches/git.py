@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from collections.abc import Mapping
@@ -74,5 +75,8 @@ def _run(command: list[str], cwd: Path, env: dict[str, str], given: str = "") ->
         raise UserError("git is not installed: install it with the system's package manager") from None
     out, err = (stream.decode(errors="replace") for stream in (done.stdout, done.stderr))
     if done.returncode:
+        if os.strerror(errno.ENOSPC) in err:
+            # What the caller asked says nothing about a full disk.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(cwd))
         raise GitError((err + out).strip())
     return out, err
