@@ -43,6 +43,8 @@ from k3patches.source import Folder, GitCommit, Sdist, Source
 from k3patches.status import findings
 from k3patches.status_cli import table_command
 from k3patches.wheels import Official, SourceBuild
+from k3patches.work.adopt import adopt
+from k3patches.work.command import edit_command, new_command, write_back_command
 
 FILE = click.Path(path_type=Path)
 ARCHES = ("x86_64", "aarch64")
@@ -383,11 +385,14 @@ def patch_tests_command(release: str | None, python: str) -> None:
         raise UserError(f"tests that the patches for vLLM {base.release} carry fail in {patched}, see above")
 
 
+cli.add_command(edit_command)
 cli.add_command(export_command)
 cli.add_command(import_command)
+cli.add_command(new_command)
 cli.add_command(rebase_command)
 cli.add_command(replay_command)
 cli.add_command(table_command)
+cli.add_command(write_back_command)
 
 
 def _open(release: str | None) -> tuple[Project, Base, list[Patch]]:
@@ -402,6 +407,7 @@ def _contracts(project: Project) -> Path:
 
 def _apply(project: Project, base: Base, source: Source, patches: Sequence[Patch]) -> None:
     patched = project.patched_tree(base.release)
+    adopt(patched, series.load(project.series_dir(base.release)))
     tree.apply(base, source, patches, patched)
     click.echo(f"vLLM {base.release} with {len(patches)} patches in {patched}", err=True)
 
