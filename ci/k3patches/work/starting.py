@@ -26,6 +26,7 @@ def start(place: Place, fix: str, subject: str, test: str | None) -> tuple[Path,
     _check(place.project, fix, subject, test)
     opening.require_none(place)
     author = _author(place.project.root)
+    contract = place.contracts / contracts.contract_file(fix)
 
     def begin(tree: Path, state: State) -> None:
         state.patch, state.fix = f"{len(state.series) + 1:04d}-{fix}.patch", fix
@@ -39,13 +40,12 @@ def start(place: Place, fix: str, subject: str, test: str | None) -> tuple[Path,
         message = templates.MESSAGE.format(subject=subject, fix=fix, author=by)
         content = git("write-tree", cwd=tree).strip()
         git("reset", "-q", "--hard", gitwork.write_commit(tree, content, "HEAD", message, author), cwd=tree)
+        # Before the edit is there, which could not be written back without; a contract alone may be started again.
+        contract.parent.mkdir(parents=True, exist_ok=True)
+        if not contract.exists():
+            _write(contract, templates.CONTRACT_FILE.format(fix=fix))
+        _make_known(place.project, fix)
 
-    # An edit without its contract could not be written back, and a contract without an edit may be started again.
-    contract = place.contracts / contracts.contract_file(fix)
-    contract.parent.mkdir(parents=True, exist_ok=True)
-    if not contract.exists():
-        _write(contract, templates.CONTRACT_FILE.format(fix=fix))
-    _make_known(place.project, fix)
     opening.at_end(place, begin)
     return contract, test
 
