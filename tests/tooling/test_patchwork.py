@@ -421,3 +421,18 @@ def test_a_tree_written_back_for_the_other_commands(built: Mini, run: Run) -> No
     require(run("write-back", "--no-runs"), WRITTEN)
     require_ok(run("build", "--arch", "x86_64"))
     assert "return 100 + x" in (built.tree / "vllm" / "alpha.py").read_text()
+
+
+def test_the_day_the_last_fix_is_native(mini: Mini, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    native = {name: text for c in COMMITS for name, text in c.files.items() if name.startswith("vllm/")}
+    with contextmanager(with_index)(mini, monkeypatch):
+        later(mini, "0.28.0", native)
+        require(run("rebase", "0.28.0"), 0)
+        folder = mini.root / "patches" / "v0.28.0"
+        assert sorted(p.name for p in folder.iterdir()) == ["base.toml", "series"]
+        require_ok(run("lint", "--base", "0.28.0"))
+        require_ok(run("apply", "--base", "0.28.0"))
+        require_error(run("edit", "0001", "--base", "0.28.0"), "no patch 0001", "it has none")
+        # There is nothing for quilt either.
+        require_ok(run("edit", "--quilt", "--base", "0.28.0"))
+        require(run("write-back"), NOTHING)
