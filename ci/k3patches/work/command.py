@@ -73,7 +73,7 @@ def edit_command(patch: str | None, release: str | None, quilt: bool, abort: boo
         return
     _say(
         f"vLLM {place.release} at {state.patch}, {len(state.later)} later patches set aside",
-        ("git commit --amend", "there, to change the patch; an earlier one with git rebase -i pristine"),
+        ("git commit -a --amend", "there, to change the patch; an earlier one with git rebase -i pristine"),
         ("git commit -s", "for a patch more, with a Contract trailer"),
         (place.command("refresh.sh"), "write it back"),
     )

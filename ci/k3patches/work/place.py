@@ -136,8 +136,9 @@ class Place:
         except Timeout:
             raise UserError(f"another command holds the edit of vLLM {self.release}: wait for it") from None
         try:
-            with self.project.lock():
-                publish.mend(self.project.root / "patches" / f"v{self.release}", self.stage)
+            if self.stage.exists():
+                with self.project.lock():
+                    publish.mend(self.project.root / "patches" / f"v{self.release}", self.stage)
             shutil.rmtree(self.root / f".v{self.release}.gone", ignore_errors=True)
             self.project.series_dir(self.release)
             yield
