@@ -44,7 +44,7 @@ NEW_EXAMPLES = """
 
 
 @click.command("edit", epilog=EDIT_EXAMPLES)
-@click.argument("patch", metavar="NNNN", required=False)
+@click.argument("patch", metavar="[NNNN]", required=False)
 @BASE
 @click.option("--quilt", is_flag=True, help="A pristine tree with the series in patches/, for quilt's own commands.")
 @click.option("--abort", is_flag=True, help="Throw the open edit away, with all that is in it.")
