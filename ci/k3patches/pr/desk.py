@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from k3patches import base as bases
-from k3patches import series
+from k3patches import locks, series
 from k3patches.errors import UserError
 from k3patches.pr import upstream as upstreams
 from k3patches.pr.carrier import Carrier
@@ -132,16 +130,9 @@ class Desk:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold this base's exports and imports."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.root / f".v{self.release}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise UserError(f"another export or import of vLLM {self.release} is running: wait for it") from None
-        try:
+        busy = f"another export or import of vLLM {self.release} is running: wait for it"
+        with locks.held(self.root / f".v{self.release}.lock", busy):
             yield
-        finally:
-            lock.release()
 
     def command(self, script: str, patch: Patch) -> str:
         """The command line that a message names."""

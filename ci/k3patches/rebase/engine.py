@@ -10,10 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
 
-from filelock import FileLock, Timeout
-
 from k3patches import base as bases
-from k3patches import contracts, release, series
+from k3patches import contracts, locks, release, series
 from k3patches.base import Base
 from k3patches.contracts import Outcome
 from k3patches.errors import UserError
@@ -78,16 +76,9 @@ class Rebase:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        self.root.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.root / f".{self.target.name}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise UserError(f"another rebase onto {self.target.label} is running: wait for it, or end it") from None
-        try:
+        busy = f"another rebase onto {self.target.label} is running: wait for it, or end it"
+        with locks.held(self.root / f".{self.target.name}.lock", busy):
             yield
-        finally:
-            lock.release()
 
     # What the command line asks for.
 

@@ -10,10 +10,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from k3patches import base as bases
-from k3patches import fetch, series
+from k3patches import fetch, locks, series
 from k3patches.base import Base
 from k3patches.errors import UserError
 from k3patches.project import Project
@@ -129,21 +127,14 @@ class Place:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold this base's edit, and finish what a kill interrupted while a series was written."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.root / f".lock-v{self.release}")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise UserError(f"another command holds the edit of vLLM {self.release}: wait for it") from None
-        try:
+        busy = f"another command holds the edit of vLLM {self.release}: wait for it"
+        with locks.held(self.root / f".lock-v{self.release}", busy):
             if self.stage.exists():
                 with self.project.lock():
                     publish.mend(self.project.root / "patches" / f"v{self.release}", self.stage)
             shutil.rmtree(self.root / f".v{self.release}.gone", ignore_errors=True)
             self.project.series_dir(self.release)
             yield
-        finally:
-            lock.release()
 
 
 def find(project: Project, release: str | None, cache: Path) -> Place:
