@@ -240,7 +240,7 @@ def machine() -> dict[str, Any]:
     for found in metadata.distributions(name="vllm"):
         text = found.read_text("k3-patches.json")
         if text and found.version == version:
-            patches = [patch["name"] if isinstance(patch, dict) else patch for patch in json.loads(text)["patches"]]
+            patches = [patch["name"] for patch in json.loads(text)["patches"]]
     return {"gpus": gpus, "vllm": version, "torch": torch, "cuda": cuda, "patches": patches, "capability": capability}
 
 

@@ -21,10 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from tiny_k3 import OUTER
 from tiny_k3.contracts import BLOCK
-from tiny_k3.forward import Tiny, e4m3_groups, e4m3_scale
-from tiny_k3.target import PROJECTION
+from tiny_k3.forward import Tiny, e4m3_scale
 
 from engine import compare, prompts
 
@@ -39,16 +37,10 @@ def rounded_blocks(matrix: torch.Tensor) -> torch.Tensor:
     return again.flatten(2).flatten(0, 1)[:rows, :columns]
 
 
-@dataclasses.dataclass
-class Rounding(Tiny):
-    """The model with an engine's roundings."""
-
-    fp8: bool = False
-    power_of_two: bool = False
+class Stored(Tiny):
+    """The model with every result stored in BF16."""
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        if self.fp8 and PROJECTION.fullmatch(f"{OUTER}{name}.weight"):
-            x = e4m3_groups(x, self.power_of_two)
         return super()._linear(name, x).bfloat16().to(x.dtype)
 
     def _norm(self, name: str, x: torch.Tensor, epsilon: float | None = None) -> torch.Tensor:
@@ -65,19 +57,20 @@ def moved_to(model: Tiny, device: str) -> Tiny:
     return model
 
 
-def requantized(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def requantized(model: Tiny) -> dict[str, torch.Tensor]:
     return {
-        name: rounded_blocks(weight) if PROJECTION.fullmatch(f"{OUTER}{name}") else weight
-        for name, weight in weights.items()
+        name: rounded_blocks(weight) if model.is_block_scaled(name.removesuffix(".weight")) else weight
+        for name, weight in model.weights.items()
     }
 
 
 def expected(exact: Tiny, truth: list[np.ndarray], batch: list[list[int]], device: str) -> dict[str, Any]:
     """What each rounding alone costs, as :func:`engine.compare.difference`."""
+    stored = Stored(exact.config, exact.weights, exact.algorithms)
     kinds = {
-        "bf16": Rounding(exact.config, exact.weights),
-        "activations": Rounding(exact.config, exact.weights, fp8=True),
-        "power_of_two": Rounding(exact.config, requantized(exact.weights), fp8=True, power_of_two=True),
+        "bf16": stored,
+        "activations": stored.with_fp8_inputs(),
+        "power_of_two": dataclasses.replace(stored.with_fp8_inputs(power_of_two=True), weights=requantized(exact)),
     }
     return {kind: compare.difference(tables(model, batch, device), truth, batch) for kind, model in kinds.items()}
 

@@ -120,13 +120,18 @@ def generated(outputs: list[Any]) -> list[dict[str, Any]]:
     return made
 
 
-def acceptance(llm: Any) -> dict[str, float]:
-    """Drafts, and tokens accepted of them, since the engine started."""
-    counters = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
-    return {
-        "drafts": counters.get("vllm:spec_decode_num_drafts", 0),
-        "accepted": counters.get("vllm:spec_decode_num_accepted_tokens", 0),
-    }
+def counters(llm: Any) -> dict[str, float]:
+    """vLLM's counters since the engine started, by name."""
+    return {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+
+
+def acceptance_length(before: dict[str, float], after: dict[str, float]) -> float | None:
+    """Tokens a step between two readings of the counters; None if nothing was drafted."""
+    drafts, accepted = (
+        after.get(name, 0) - before.get(name, 0)
+        for name in ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+    )
+    return 1 + accepted / drafts if drafts else None
 
 
 def throughput(llm: Any, vocabulary: int, reserved: int) -> dict[str, float]:
@@ -177,15 +182,12 @@ def run(job: dict[str, Any], results: Results) -> None:
         first = score()
         np.savez(tables, *first)
     with results.part("generate"):
-        before = acceptance(llm)
+        before = counters(llm)
         texts = generated(llm.generate(batch, greedy, use_tqdm=False))
-        after = acceptance(llm)
-        drafts, accepted = after["drafts"] - before["drafts"], after["accepted"] - before["accepted"]
-        results.add(generated=texts, acceptance_length=1 + accepted / drafts if drafts else None)
+        results.add(generated=texts, acceptance_length=acceptance_length(before, counters(llm)))
     with results.part("cached"):
         again = generated(llm.generate(batch, greedy, use_tqdm=False))
-        counters = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
-        results.add(generated_again=again, prefix_hits=counters.get("vllm:prefix_cache_hits"))
+        results.add(generated_again=again, prefix_hits=counters(llm).get("vllm:prefix_cache_hits"))
     with results.part("reload"):
         llm.collective_rpc("reload_weights")
         llm.reset_prefix_cache()

@@ -98,9 +98,16 @@ class Tiny:
         self.seen[name] = output
         return output
 
-    def with_fp8_inputs(self) -> Tiny:
+    def is_block_scaled(self, module: str) -> bool:
+        return self.algorithms.get(module) == ALGORITHM
+
+    def with_fp8_inputs(self, power_of_two: bool = False) -> Tiny:
         """The same, but the input of each FP8_PB_WO module is rounded to E4M3 as block kernels do."""
-        return replace(self, rounding=lambda name, x: e4m3_groups(x) if self.algorithms.get(name) == ALGORITHM else x)
+
+        def rounding(module: str, x: torch.Tensor) -> torch.Tensor:
+            return e4m3_groups(x, power_of_two) if self.is_block_scaled(module) else x
+
+        return replace(self, rounding=rounding)
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
         x = x if self.rounding is None else self.rounding(name, x)
