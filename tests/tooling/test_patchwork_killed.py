@@ -40,6 +40,28 @@ def edit(mini: Mini, old: str = "x + 98", new: str = "98 + x") -> None:
     git(opened(mini), "commit", "-q", "-a", "--amend", "-m", TOO)
 
 
+def killed(mini: Mini, before: dict[str, bytes], *arguments: str) -> Iterator[dict[str, bytes]]:
+    """Do what writes the series once to its end, and then, from the same start, kill it at each moment.
+
+    Yields what the series is when nobody kills it, each time as the killed process left things.
+    """
+    kept = shutil.copytree(edit_dir(mini), mini.root / "kept", symlinks=True)
+    code, events = outside(mini, -1, *arguments)
+    after = written(mini)
+    assert code == WRITTEN
+    assert after != before
+    for moment in range(MOMENTS):
+        shutil.rmtree(edit_dir(mini), ignore_errors=True)
+        shutil.copytree(kept, edit_dir(mini), symlinks=True)
+        for name in PATCHES:
+            (mini.series_dir / name).write_bytes(before[f"patches/v0.27.1/{name}"])
+        code, _ = outside(mini, at(moment, events), *arguments)
+        assert code == -signal.SIGKILL or moment == MOMENTS - 1
+        # Between the old folder's going and the new one's coming there is none; the next command puts it there.
+        assert written(mini) in (before, after) or not mini.series_dir.exists()
+        yield after
+
+
 def test_an_opening_that_is_killed(mini: Mini, run: Run) -> None:
     before = written(mini)
     require_ok(run("edit", "0001"))
@@ -64,25 +86,7 @@ def test_a_writing_that_is_killed(mini: Mini, run: Run) -> None:
     before = written(mini)
     require_ok(run("edit", "0001"))
     edit(mini, "\n\ndef a", "\n\n# one\n\n\ndef a")
-    kept = shutil.copytree(edit_dir(mini), mini.root / "kept", symlinks=True)
-    after: dict[str, bytes] = {}
-    events = 0
-    for moment in range(-1, MOMENTS):
-        shutil.rmtree(edit_dir(mini), ignore_errors=True)
-        shutil.copytree(kept, edit_dir(mini), symlinks=True)
-        for name in PATCHES:
-            (mini.series_dir / name).write_bytes(before[f"patches/v0.27.1/{name}"])
-        if moment < 0:
-            code, events = outside(mini, -1, "write-back")
-            after = written(mini)
-            assert code == WRITTEN
-            assert after != before
-            continue
-        code, _ = outside(mini, at(moment, events), "write-back")
-        assert code == -signal.SIGKILL or moment == MOMENTS - 1
-        found = written(mini)
-        # Between the old folder's going and the new one's coming there is none; the next command puts it there.
-        assert found in (before, after) or not mini.series_dir.exists()
+    for after in killed(mini, before, "write-back"):
         if edit_dir(mini).exists():
             assert run("write-back").code in (WRITTEN, NOTHING)
         else:
@@ -98,23 +102,7 @@ def test_a_writing_that_is_killed_after_somebody_resolved_a_conflict(mini: Mini,
     edit(mini)
     require(run("write-back"), PERSON)
     (carried(mini) / "vllm" / "gamma.py").write_text(SOURCE["vllm/gamma.py"].replace("x + 98", "x - 98"))
-    kept = shutil.copytree(edit_dir(mini), mini.root / "kept", symlinks=True)
-    after: dict[str, bytes] = {}
-    events = 0
-    for moment in range(-1, MOMENTS):
-        shutil.rmtree(edit_dir(mini), ignore_errors=True)
-        shutil.copytree(kept, edit_dir(mini), symlinks=True)
-        for name in PATCHES:
-            (mini.series_dir / name).write_bytes(before[f"patches/v0.27.1/{name}"])
-        if moment < 0:
-            code, events = outside(mini, -1, "write-back", "--continue")
-            after = written(mini)
-            assert code == WRITTEN
-            assert after != before
-            continue
-        code, _ = outside(mini, at(moment, events), "write-back", "--continue")
-        assert code == -signal.SIGKILL or moment == MOMENTS - 1
-        assert written(mini) in (before, after) or not mini.series_dir.exists()
+    for after in killed(mini, before, "write-back", "--continue"):
         if (edit_dir(mini) / "carry" / "carry.json").exists():
             assert run("write-back", "--continue").code in (WRITTEN, NOTHING)
         elif edit_dir(mini).exists():
