@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -11,10 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from engine import cases, compare, faults, load, pool, prompts, worker
+import report
+from engine import cases, compare, exact, faults, load, pool, prompts, worker
 from engine.server import serving
 
 HERE = Path(__file__).resolve().parent
@@ -223,3 +228,44 @@ def test_unknown_case_is_named() -> None:
         cases.chosen(["nonsense"], 1)
     assert all(case.tp == 1 for case in cases.chosen([], 1))
     assert len({case.name for case in cases.CASES}) == len(cases.CASES)
+
+
+def result(version: str, engines: dict[str, Any], faulty: dict[str, Any] | None = None) -> dict[str, Any]:
+    machine = {"vllm": version, "torch": "2.13.0", "gpus": ["NVIDIA H200"]}
+    return {"machine": machine, "engines": engines, "faults": faulty or {}, "load": {}}
+
+
+def test_a_page_has_a_row_for_each_engine_and_a_column_for_each_build() -> None:
+    right = {"loads": True, "finished": True, "to_exact": {"mean": 0.012, "worst": 0.3}, "acceptance_length": 3.5}
+    wrong = {"loads": False, "error": "KeyError: 'scale'"}
+    ends = {"answers": False, "hangs": False, "ended_s": 61.2, "loading_s": 3.0, "error": "ValueError: k_proj | x"}
+    stock = result("0.27.1", {"mixed_tp1": wrong}, {"missing scale": {"answers": True, "hangs": False}})
+    patched = result("0.27.1+k3.1", {"mixed_tp1": right, "mixed_drafter-nvfp4_tp2": right}, {"missing scale": ends})
+    lines = report.page([stock, patched]).splitlines()
+    assert "|  | 0.27.1 stock | 0.27.1 patched |" in lines
+    assert "| `mixed` | does not load | 0.0120 / 0.300 |" in lines
+    assert "| `mixed, drafter nvfp4, TP2` |  | 3.50 |" in lines
+    assert "| `missing scale` | **answers** | 61 s (3): ValueError: k_proj \\| x |" in lines
+
+
+def test_a_page_shows_what_became_slower_beside_the_first_build() -> None:
+    engines = [
+        {"bf16_tp1": {"throughput": {"prefill_tokens_s": rate, "decode_tokens_s": rate}}} for rate in (1000, 500)
+    ]
+    lines = report.page([result("0.27.1", engines[0]), result("0.33.0", engines[1])]).splitlines()
+    assert lines.count("| `bf16` | 1,000 (1.00) | 500 (0.50) |") == 2
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 1000))
+def test_blocks_under_powers_of_two(rows: int, columns: int, seed: int) -> None:
+    matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    again = exact.rounded_blocks(matrix)
+    for top in range(0, rows, 128):
+        for left in range(0, columns, 128):
+            block, found = matrix[top : top + 128, left : left + 128], again[top : top + 128, left : left + 128]
+            # The smallest power of two that keeps the block within E4M3, whose elements have four significant bits.
+            scale = 2.0 ** math.ceil(math.log2(float(block.abs().max()) / 448))
+            stored = found / scale
+            assert torch.equal(stored, stored.float().to(torch.float8_e4m3fn).double())
+            bound = torch.maximum(block.abs() / 16, torch.tensor(scale * 2.0**-10, dtype=torch.float64))
+            assert bool(((found - block).abs() <= bound).all())

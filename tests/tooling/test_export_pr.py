@@ -513,3 +513,11 @@ def test_a_real_run_of_tests(mini: Mini, tmp_path: Path, monkeypatch: pytest.Mon
     found = runs._tests(names, tmp_path, sys.executable, tmp_path / "log")
     assert found == runs.Tests(passed=1, failed=1, skipped=1, not_importable=1, deselected=1)
     assert not found.ok
+
+
+def test_two_exports_of_one_base(mini: Mini, run: Run) -> None:
+    from filelock import FileLock
+
+    (mini.build / "pr").mkdir(parents=True)
+    with FileLock(mini.build / "pr" / ".v0.27.1.lock"):
+        require_error(run("export-pr", "0001"), "another export or import of vLLM 0.27.1 is running")

@@ -436,3 +436,11 @@ def test_the_day_the_last_fix_is_native(mini: Mini, run: Run, monkeypatch: pytes
         # There is nothing for quilt either.
         require_ok(run("edit", "--quilt", "--base", "0.28.0"))
         require(run("write-back"), NOTHING)
+
+
+def test_two_edits_of_one_base(mini: Mini, run: Run) -> None:
+    from filelock import FileLock
+
+    (mini.build / "edit").mkdir(parents=True)
+    with FileLock(mini.build / "edit" / ".lock-v0.27.1"):
+        require_error(run("edit", "0001"), "another command holds the edit of vLLM 0.27.1")
