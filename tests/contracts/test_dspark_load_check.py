@@ -160,6 +160,31 @@ def test_a_reload_that_lacks_one_layers_rows_is_refused(load: Load, form: Format
     assert_named(refused.value, kv(1))
 
 
+@pytest.mark.parametrize("form", [formats.BF16, formats.FP8_CHANNEL, formats.NVFP4], ids=str)
+def test_a_transfer_brings_a_drafter_tensor_by_tensor(load: Load, form: Format) -> None:
+    # None of its calls is a checkpoint. What is one still has to be whole, before and after.
+    whole = Drafter.random(GEOMETRY, 2, form)
+    with refuses() as refused:
+        load(whole.changed({kv(1): None}))
+    assert_named(refused.value, kv(1))
+    drafter = load(Drafter.random(GEOMETRY, 1, form))
+    drafter.transfer(whole)
+    drafter.allocate(BLOCKS)
+    assert_right(drafter, whole, 5, seed=1)
+    with refuses() as refused:
+        drafter.reload(whole.changed({kv(1): None}))
+    assert_named(refused.value, kv(1))
+
+
+@pytest.mark.parametrize("shape", ["too few rows", "too many rows"])
+def test_what_a_transfer_brings_is_of_the_right_shape(load: Load, drafters: dict[str, Drafter], shape: str) -> None:
+    whole = drafters[str(formats.BF16)]
+    drafter = load(whole)
+    with refuses() as refused:
+        drafter.transfer(whole.changed({kv(1): SHAPES[shape](whole.tensors[kv(1)]).contiguous()}))
+    assert_named(refused.value, kv(1))
+
+
 def differ(attribute: str, value: float) -> Callable[[torch.nn.Module], None]:
     """Let the second draft layer have another value of `attribute`."""
 

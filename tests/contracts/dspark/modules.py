@@ -11,6 +11,7 @@ import torch
 from k3 import compat as k3_compat
 from k3.modules import MODEL_DTYPE, poisoned_memory
 from vllm.config import DeviceConfig, LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -124,6 +125,15 @@ class Loaded:
         with compat.loadable(), self._context(), set_default_torch_dtype(MODEL_DTYPE):
             initialize_layerwise_reload(self.model)
             self.model.load_weights(iter(drafter.tensors.items()))
+            finalize_layerwise_reload(self.model, self.config.speculative_config.draft_model_config)
+
+    def transfer(self, drafter: checkpoint.Drafter) -> None:
+        """New values one tensor at a time, in the way vLLM's weight transfer engines hand over a draft update."""
+        with compat.loadable(), self._context(), set_default_torch_dtype(MODEL_DTYPE):
+            initialize_layerwise_reload(self.model)
+            for item in drafter.tensors.items():
+                with disable_mtp_completeness_check():
+                    self.model.load_weights([item])
             finalize_layerwise_reload(self.model, self.config.speculative_config.draft_model_config)
 
     @contextlib.contextmanager
