@@ -28,6 +28,7 @@ from k3.reference import Oracle, assert_columns, dequantize, share, tokens
 from k3.sweep import Sweep
 from safetensors import safe_open
 from vllm.config import VllmConfig
+from vllm.model_executor.kernels.linear import MarlinFP8ScaledMMLinearKernel
 from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
 
 pytest_plugins = ("k3.fixtures",)
@@ -313,3 +314,18 @@ def test_a_layer_that_was_never_loaded_is_refused(config: VllmConfig) -> None:
     with refuses() as refused:
         built.finish()
     assert_named(refused.value, "layers.1.self_attn.fused_qkv_a_proj", "weight")
+
+
+class _Marlin(MarlinFP8ScaledMMLinearKernel):
+    """vLLM's own kernel for GPUs without FP8, as it is chosen for block scales there."""
+
+    def __init__(self, log: kernels.Log) -> None:
+        self.block_quant, self.size_k_first, self.marlin_input_dtype = True, False, None
+
+
+@pytest.mark.parametrize("widths", [MLA_WIDTHS, (256, 128)])
+def test_a_kernel_that_cannot_read_the_layer_is_refused_by_name(config: VllmConfig, widths: tuple[int, ...]) -> None:
+    with refuses() as refused:
+        loaded(config, widths, _Marlin)
+    assert_named(refused.value, "layers.1.self_attn.fused_qkv_a_proj")
+    assert_named(refused.value, "Marlin")

@@ -176,6 +176,14 @@ def test_routed_experts_go_where_they_went(config: VllmConfig, algorithm: str) -
     assert method == compat.EXPERT_METHODS[algorithm]
 
 
+def test_routed_experts_of_an_unknown_algorithm_are_refused(config: VllmConfig) -> None:
+    experts = "language_model.model.layers.3.block_sparse_moe.experts"
+    listed = {f"language_model.model.{ATTENTION}q_b_proj": ALGORITHM, f"{experts}.0.w1": "FP4_FUTURE"}
+    with refuses() as refused:
+        compat.routed_experts_method(modules.mixed_config(quantization_config(listed)), experts)
+    assert_named(refused.value, experts, "FP4_FUTURE")
+
+
 def test_attention_does_not_decide_for_routed_experts(config: VllmConfig) -> None:
     listed = quantization_config({f"language_model.model.{ATTENTION}q_b_proj": ALGORITHM})
     experts = "language_model.model.layers.3.block_sparse_moe.experts"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from k3 import kernels, modules
+from k3 import compat, kernels, modules
 from k3.checkpoint import Checkpoint, Geometry
 from k3.reference import Oracle, assert_columns, share, tokens
 from vllm.config import VllmConfig
@@ -137,3 +137,17 @@ def test_no_second_copy_of_kv_b_stays(
         }
         assert list(large.values()) == ["weight"]
         model.reload(second.only(second.module(MLA, "kv_b_proj")).weights())
+
+
+def test_no_copy_waits_for_attention_that_packs_kv_b_itself(
+    configure: Callable[[Checkpoint], VllmConfig], first: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With AMX, the attention implementation reads kv_b_proj; the layer that all models share only frees the weight.
+    monkeypatch.setattr(compat.MlaImpl, "uses_amx_bmm", True, raising=False)
+    kv_b_only = first.only(first.module(MLA, "kv_b_proj"))
+    model = modules.build(configure(kv_b_only), size=8, rank=3, part="amd")
+    model.load(kv_b_only.weights())
+    projection = model.attention(MLA).kv_b_proj
+    elements = projection.output_size_per_partition * kv_b_only.geometry.kv_lora
+    held = {name for name, tensor in held_tensors(projection) if tensor.untyped_storage().nbytes() >= elements}
+    assert held <= {"weight"}

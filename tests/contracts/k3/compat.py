@@ -58,7 +58,7 @@ def tensor_parallel(size: int, rank: int) -> Iterator[None]:
         group.world_size, group.rank_in_group = kept
 
 
-class _Impl(MLACommonImpl):
+class MlaImpl(MLACommonImpl):
     """The real MLA implementation's shared part, with no decode kernel."""
 
     supports_quant_query_input = True
@@ -88,7 +88,7 @@ class _Impl(MLACommonImpl):
 
 
 class _Backend:
-    get_impl_cls = staticmethod(lambda: _Impl)
+    get_impl_cls = staticmethod(lambda: MlaImpl)
     get_name = staticmethod(lambda: "REFERENCE")
     is_sparse = staticmethod(lambda: False)
 
