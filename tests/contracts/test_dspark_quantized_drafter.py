@@ -107,6 +107,19 @@ def test_layers_with_scales_of_their_own_keep_their_values(load: Load, form: For
         )
 
 
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+@pytest.mark.parametrize("form", [form for form in ONE_SCALE if "NVFP4" in str(form)], ids=str)
+def test_a_global_scale_that_is_none_is_named(load: Load, target: Target, form: Format, value: float) -> None:
+    # The fused rows run under one of the layers' scales: a scale of 0 or NaN would spoil its own rows, or all.
+    whole = Drafter.random(GEOMETRY, 1, form)
+    (suffix,) = {"weight_scale_2", "weight_global_scale"} & whole.kv_tensors(1).keys()
+    name = f"{Drafter.kv_name(1)}.{suffix}"
+    with refuses() as refused:
+        load(whole.changed({name: torch.full_like(whole.tensors[name], value)}))
+    assert_named(refused.value, suffix, ("layers.1.", f"layers.{1 + target.layers}.", "context_kv_proj"))
+    assert_named(refused.value, ("context_kv_proj", KV, "fused_qkv_a_proj"))
+
+
 @pytest.mark.parametrize("form", [formats.FP8_PB_WO, formats.NVFP4, formats.CT_BLOCK, formats.CT_NVFP4], ids=str)
 def test_a_reloaded_drafter_has_the_new_matrix(load: Load, form: Format) -> None:
     loaded = load(Drafter.random(GEOMETRY, 1, form))
