@@ -214,7 +214,8 @@ class Run:
             tasks.append((1, self.load))
         if "faults" in self.options.parts:
             tasks += [(1, lambda gpus, name=name: self.fault(name, gpus)) for name in damage.FAULTS]
-        self.gpus.each(tasks)
+        # Kernels are compiled by the first engine, and found in the caches by those that start together.
+        self.gpus.each(tasks, first=2 if "engines" in self.options.parts else 0)
         if "engines" in self.options.parts:
             self.compare()
         self.save()

@@ -176,6 +176,22 @@ def test_engines_share_gpus_no_further_than_said() -> None:
     assert max(most) <= 2
 
 
+def test_the_first_engines_fill_caches_before_others_start() -> None:
+    events: list[str] = []
+
+    def task(name: str) -> tuple[int, Any]:
+        def work(taken: list[int]) -> None:
+            events.append(f"{name} starts")
+            time.sleep(0.05)
+            events.append(f"{name} ends")
+
+        return 1, work
+
+    pool.Gpus([0], 3).each([task("a"), task("b"), task("c"), task("d")], first=2)
+    assert {event.split()[0] for event in events[:4]} == {"a", "b"}
+    assert events[4:6] in (["c starts", "d starts"], ["d starts", "c starts"])
+
+
 def test_difference_finds_one_moved_token() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(5, SIZE))
