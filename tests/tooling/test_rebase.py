@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from k3patches import base as bases
 from k3patches import contracts
+from k3patches.rebase import publish
 from k3patches.rebase import target as targets
 from miniature import (
     AUTHOR,
@@ -479,6 +480,35 @@ def test_a_series_that_was_edited_since_is_recorded(mini: Mini, run: Run) -> Non
     assert "diff --git" not in resolution(mini, "gamma-fix").read_text()
     require(run("rebase", "0.28.0", "--record"), NOTHING)
     require_settled(mini, run)
+
+
+@pytest.mark.parametrize("option", ["--record", "--fresh"])
+def test_a_series_that_is_edited_while_the_rebase_runs_is_not_overwritten(
+    mini: Mini, run: Run, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    later(mini, "0.28.0", {})
+    require(run("rebase", "0.28.0"), REBASED)
+    path = mini.root / "patches" / "v0.28.0" / PATCHES[2]
+    edited = path.read_text().replace("Users saw numbers that were too large.", "Nobody knows who saw it.")
+    path.write_text(edited.replace("Nobody knows", "Few know"))
+    once: list[str] = []
+
+    def edit(*arguments: Any, **options: Any) -> Any:
+        if not once:
+            path.write_text(edited)
+            once.append("edited")
+        return patches(*arguments, **options)
+
+    patches = publish.patches
+    monkeypatch.setattr(publish, "patches", edit)
+    before = written(mini)
+    require_error(run("rebase", "0.28.0", option), "patches/v0.28.0 was changed while the rebase", "rebase again")
+    assert path.read_text() == edited
+    assert {name: data for name, data in written(mini).items() if "0003" not in name} == {
+        name: data for name, data in before.items() if "0003" not in name
+    }
+    require(run("rebase", "0.28.0", "--record"), REBASED)
+    assert path.read_text() == edited
 
 
 def test_commits_that_were_made_without_the_engine(mini: Mini, run: Run, tmp_path: Path) -> None:

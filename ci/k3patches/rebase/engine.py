@@ -154,6 +154,7 @@ class Rebase:
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.options.record and not (self.series_dir / series.SERIES_FILE).is_file():
             raise UserError(f"{self.target.label} has no series to record: rebase onto it without --record first")
+        self.state.series = publish.fingerprint(self.series_dir)
         self.state.bases = targets.nearest(self.project, self.target, self.options.base)
         with self.progress.step(f"source of {self.target.label}"):
             pristine = self.store.pristine(self._source)
@@ -384,6 +385,7 @@ class Rebase:
             if not same:
                 # Resolutions first: with them, whatever a kill leaves undone is done again the same way.
                 with self.project.lock():
+                    self._check_unchanged()
                     publish.put(self.resolutions_dir, recorded, self.folder / "stage-resolutions")
                     publish.put(self.series_dir, files, self.folder / "stage-series")
             if self.target.release:
@@ -394,6 +396,14 @@ class Rebase:
         for file in (self.folder / bases.FILE, self.log):
             file.unlink(missing_ok=True)
         return Result.NOTHING_TO_DO if same else Result.REBASED
+
+    def _check_unchanged(self) -> None:
+        """What somebody wrote while this rebase ran is not overwritten."""
+        if publish.fingerprint(self.series_dir) != self.state.series:
+            raise UserError(
+                f"{self.report.where} was changed while the rebase onto {self.target.label} ran: look at what changed, "
+                f"and rebase again"
+            )
 
     def _tell_how(self, recorded: Mapping[str, bytes]) -> None:
         own = {step.key for step in self._steps if not step.candidate}

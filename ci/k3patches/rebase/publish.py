@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -54,6 +55,15 @@ def same(folder: Path, files: Mapping[str, bytes]) -> bool:
     """Whether ``folder`` holds these files and no other; a folder that is not there holds none."""
     there = {str(p.relative_to(folder)): p for p in folder.rglob("*") if not p.is_dir()} if folder.is_dir() else {}
     return there.keys() == files.keys() and all(there[name].read_bytes() == data for name, data in files.items())
+
+
+def fingerprint(folder: Path) -> str:
+    """One digest of all the files in ``folder``, their names included; of none where it is not there."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else []:
+        for part in (str(path.relative_to(folder)).encode(), path.read_bytes()):
+            digest.update(f"{len(part)}:".encode() + part)
+    return digest.hexdigest()
 
 
 def put(folder: Path, files: Mapping[str, bytes], stage: Path) -> None:

@@ -18,7 +18,8 @@ class State:
     ``person``: somebody was asked to edit the tree, so that it may hold work of theirs.
     ``waiting``: the tree is theirs now; otherwise ``head`` is the last commit that the engine left whole.
     ``stopped`` is the key of the patch that waits, if it is one; ``dropped`` those that a person left out.
-    ``asked`` are the keys of patches that a person was asked about.
+    ``asked`` are the keys of patches that a person was asked about; ``series`` is what the target's series was when
+    the rebase began.
     """
 
     target: str
@@ -32,6 +33,7 @@ class State:
     asked: list[str] = field(default_factory=list)
     resolved: list[str] = field(default_factory=list)
     seconds: list[tuple[str, float]] = field(default_factory=list)
+    series: str = ""
 
     def save(self, folder: Path) -> None:
         new = folder / f".{FILE}.new"
