@@ -191,7 +191,7 @@ def report(result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the numbers")
-    parser.add_argument("--seconds", type=float, default=210, help="start no further row after this")
+    parser.add_argument("--seconds", type=float, default=400, help="start no further row after this")
     args = parser.parse_args()
     import vllm
 
