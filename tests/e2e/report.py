@@ -85,7 +85,9 @@ def acceptance(known: Result) -> str:
 
 
 def reloaded(known: Result) -> str:
-    return f"{known['reload_worst']:.4f}" if "reload_worst" in known else known.get("reload_error", "")[:60]
+    if "reload_worst" not in known:
+        return known.get("reload_error", "")[:60]
+    return " / ".join(f"{known[name]:.3f}" for name in ("repeat_worst", "reload_worst") if name in known)
 
 
 def fault(known: Result) -> str:
@@ -128,7 +130,7 @@ def page(results: Sequence[Result]) -> str:
         "Decode:\n",
         across(results, "engines", rate("decode_tokens_s", base.get("decode_tokens_s"))),
         "### After a weight reload\n",
-        "The worst difference of a log-probability before and after.\n",
+        "The worst difference of a log-probability between two runs without a reload / before and after one.\n",
         across(results, "engines", reloaded),
         "### Broken checkpoints\n",
         "Seconds until `vllm serve` ended (of them since it began to load), and its error.\n",

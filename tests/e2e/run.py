@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,10 @@ class Run:
         self.work: Path = options.work
         self.work.mkdir(parents=True, exist_ok=True)
         self.results: dict[str, Any] = {"machine": machine(), "engines": {}, "load": {}, "faults": {}, "left_out": {}}
+        if options.out.exists():
+            before = json.loads(options.out.read_text())
+            if before.get("machine") == self.results["machine"]:
+                self.results |= before
         self.folders: dict[str, str] = {}
         self.gpus = pool.Gpus(options.gpus, options.jobs_per_gpu)
         self.writing = threading.Lock()
@@ -201,24 +206,35 @@ class Run:
     def everything(self) -> None:
         self.write_checkpoints()
         say(f"checkpoints: {', '.join(self.folders)}")
-        tasks: list[Any] = []
+        for stage in self.stages():
+            self.gpus.each(stage)
+            if "engines" in self.options.parts:
+                self.compare()
+            self.save()
+
+    def stages(self) -> Iterator[list[Any]]:
+        """What may run side by side, one lot after the other."""
+        first: dict[tuple[str, int], Any] = {}
+        others, timed = [], []
         if "engines" in self.options.parts:
-            tasks.append((1, self.exact))
             for case in cases.chosen(self.options.case, len(self.options.gpus)):
                 if case.needs_blackwell and self.results["machine"]["capability"] < 10:
                     say(f"{case.name}: left out, Blackwell only")
                     self.results["left_out"][case.name] = "needs Blackwell"
                     continue
-                tasks.append((case.tp, lambda gpus, case=case: self.engine(case, gpus)))
+                task = (case.tp, lambda gpus, case=case: self.engine(case, gpus))
+                if case.timed:
+                    timed.append(task)
+                elif first.setdefault((case.target, case.tp), task) is not task:
+                    others.append(task)
+            # Kernels are compiled by one engine of a kind, and found in the caches by those that start together.
+            yield [(1, self.exact), *first.values()]
         if "load" in self.options.parts:
-            tasks.append((1, self.load))
+            others.append((1, self.load))
         if "faults" in self.options.parts:
-            tasks += [(1, lambda gpus, name=name: self.fault(name, gpus)) for name in damage.FAULTS]
-        # Kernels are compiled by the first engine, and found in the caches by those that start together.
-        self.gpus.each(tasks, first=2 if "engines" in self.options.parts else 0)
-        if "engines" in self.options.parts:
-            self.compare()
-        self.save()
+            others += [(1, lambda gpus, name=name: self.fault(name, gpus)) for name in damage.FAULTS]
+        yield others
+        yield timed
 
 
 def unpacked(path: Path) -> list[np.ndarray]:
@@ -247,7 +263,9 @@ def machine() -> dict[str, Any]:
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the results, JSON")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="the results, JSON; of the same machine, they are added to"
+    )
     parser.add_argument("--work", type=Path, default=Path("e2e-work"), help="checkpoints and logs (e2e-work)")
     parser.add_argument("--checkpoints", type=Path, help="use or write the checkpoints here instead of below --work")
     parser.add_argument("--gpus", type=lambda text: [int(n) for n in text.split(",")], default=[0], help="0,1 (0)")

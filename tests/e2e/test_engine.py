@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import report
+import run
 from engine import cases, compare, exact, faults, load, pool, prompts, worker
 from engine.server import serving
+from tiny_k3 import damage
 
 HERE = Path(__file__).resolve().parent
 SIZE = 64
@@ -176,20 +178,44 @@ def test_engines_share_gpus_no_further_than_said() -> None:
     assert max(most) <= 2
 
 
-def test_the_first_engines_fill_caches_before_others_start() -> None:
-    events: list[str] = []
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_engines_that_are_timed_come_last_and_one_of_a_kind_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpus: int
+) -> None:
+    machine = {"capability": 9, "vllm": "0", "gpus": ["NVIDIA H200"] * gpus}
+    monkeypatch.setattr(run, "machine", lambda: machine)
+    numbers = ",".join(map(str, range(gpus)))
+    options = run.options(["--out", str(tmp_path / "o.json"), "--work", str(tmp_path), "--gpus", numbers])
+    measurement, ran = run.Run(options), []
+    monkeypatch.setattr(measurement, "engine", lambda case, _: ran.append(case))
+    monkeypatch.setattr(measurement, "load", lambda _: ran.append("load"))
+    monkeypatch.setattr(measurement, "fault", lambda name, _: ran.append(name))
+    stages = []
+    for stage in measurement.stages():
+        ran.clear()
+        for _, work in stage:
+            if work != measurement.exact:
+                work([0])
+        stages.append(list(ran))
+    first, others, timed = stages
+    assert len({(case.target, case.tp) for case in first}) == len(first)
+    assert all(case.timed for case in timed)
+    assert not any(case.timed for case in first)
+    names = [each.name for each in (*first, *others, *timed) if isinstance(each, cases.Case)]
+    left_out = set(measurement.results["left_out"])
+    assert sorted([*names, *left_out]) == sorted(case.name for case in cases.CASES if case.tp <= gpus)
+    assert {each for each in others if isinstance(each, str)} == {"load", *damage.FAULTS}
 
-    def task(name: str) -> tuple[int, Any]:
-        def work(taken: list[int]) -> None:
-            events.append(f"{name} starts")
-            time.sleep(0.05)
-            events.append(f"{name} ends")
 
-        return 1, work
-
-    pool.Gpus([0], 3).each([task("a"), task("b"), task("c"), task("d")], first=2)
-    assert {event.split()[0] for event in events[:4]} == {"a", "b"}
-    assert events[4:6] in (["c starts", "d starts"], ["d starts", "c starts"])
+def test_results_of_the_same_build_are_added_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "o.json"
+    machine = {"capability": 9, "vllm": "0.27.1", "gpus": ["NVIDIA H200"]}
+    out.write_text(json.dumps({"machine": machine, "engines": {"bf16_tp1": {"loads": True}}, "load": {}}))
+    monkeypatch.setattr(run, "machine", lambda: machine)
+    options = run.options(["--out", str(out), "--work", str(tmp_path)])
+    assert run.Run(options).results["engines"] == {"bf16_tp1": {"loads": True}}
+    monkeypatch.setattr(run, "machine", lambda: machine | {"vllm": "0.33.0"})
+    assert run.Run(options).results["engines"] == {}
 
 
 def test_difference_finds_one_moved_token() -> None:
@@ -272,6 +298,7 @@ def test_a_page_shows_what_became_slower_beside_the_first_build() -> None:
     assert lines.count("| `bf16` | 1,000 (1.00) | 500 (0.50) |") == 2
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 1000))
 def test_blocks_under_powers_of_two(rows: int, columns: int, seed: int) -> None:
     matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

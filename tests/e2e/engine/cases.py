@@ -12,7 +12,7 @@ class Case:
     """One engine.
 
     ``target`` and ``drafter`` are forms that tiny_k3 writes, or the drafter is ``mtp``, the target's own; ``cache`` is
-    vLLM's kv_cache_dtype; ``timed`` engines also measure throughput, while no other runs.
+    vLLM's kv_cache_dtype; ``timed`` engines also measure throughput, one after the other, while nothing else runs.
     """
 
     target: str
@@ -37,7 +37,7 @@ class Case:
         return dataclasses.asdict(self)
 
 
-# The first has the most kernels to compile, and waits for nobody; of the others, the long ones to start come first.
+# The long ones to start come first.
 CASES = (
     Case("mixed", drafter="nvfp4"),
     Case("mixed", tp=2),

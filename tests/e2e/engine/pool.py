@@ -42,19 +42,8 @@ class Gpus:
                 self._free[gpu] += 1
             self._changed.notify_all()
 
-    @property
-    def room(self) -> int:
-        """How many engines there is room for at a time."""
-        return len(self.numbers) * self.jobs
-
-    def each(self, tasks: Sequence[tuple[int, Callable[[list[int]], None]]], first: int = 0) -> None:
-        """Run every task (how many GPUs, what to do with them), in this order as far as there is room.
-
-        Where there is room for several, the ``first`` tasks end before any other begins.
-        """
-        if first and self.room > 1:
-            self.each(tasks[:first])
-            tasks = tasks[first:]
+    def each(self, tasks: Sequence[tuple[int, Callable[[list[int]], None]]]) -> None:
+        """Run every task (how many GPUs, what to do with them), in this order as far as there is room."""
 
         def work(task: tuple[int, Callable[[list[int]], None]], gpus: list[int]) -> None:
             try:
@@ -62,7 +51,7 @@ class Gpus:
             finally:
                 self.give(gpus)
 
-        with ThreadPoolExecutor(max_workers=max(1, self.room)) as executor:
+        with ThreadPoolExecutor(max_workers=max(1, len(self.numbers) * self.jobs)) as executor:
             futures = []
             for task in tasks:
                 futures.append(executor.submit(work, task, self.take(task[0])))

@@ -110,6 +110,11 @@ def log_probs(outputs: list[Any], vocabulary: int) -> list[np.ndarray]:
     return made
 
 
+def worst(first: list[np.ndarray], second: list[np.ndarray]) -> float:
+    """The largest difference between two scores of the same prompts, nats."""
+    return max(float(np.abs(a - b).max(initial=0.0)) for a, b in zip(first, second, strict=True))
+
+
 def generated(outputs: list[Any]) -> list[dict[str, Any]]:
     """Of each prompt the tokens, and the log-probability of each."""
     made = []
@@ -188,13 +193,18 @@ def run(job: dict[str, Any], results: Results) -> None:
     with results.part("cached"):
         again = generated(llm.generate(batch, greedy, use_tqdm=False))
         results.add(generated_again=again, prefix_hits=counters(llm).get("vllm:prefix_cache_hits"))
+    with results.part("repeat"):
+        # Batches are not made up the same way twice, and round differently: that is not the reload's doing.
+        llm.reset_prefix_cache()
+        results.add(repeat_worst=worst(first, score()))
     with results.part("reload"):
         llm.collective_rpc("reload_weights")
         llm.reset_prefix_cache()
         second = score()
         np.savez(tables.with_suffix(".reloaded.npz"), *second)
-        worst = max(float(np.abs(a - b).max(initial=0.0)) for a, b in zip(first, second, strict=True))
-        results.add(reload_worst=worst, generated_reloaded=generated(llm.generate(batch, greedy, use_tqdm=False)))
+        results.add(
+            reload_worst=worst(first, second), generated_reloaded=generated(llm.generate(batch, greedy, use_tqdm=False))
+        )
     fcntl.flock(job["lock_fd"], fcntl.LOCK_UN)
     if case["timed"]:
         fcntl.flock(job["lock_fd"], fcntl.LOCK_EX)
