@@ -243,19 +243,31 @@ def test_continuations_that_part() -> None:
     assert compare.continuations(one, two) == {"same": 0, "of": 1, "agreed": 0.5, "worst": 0.5, "mean": 0.25}
 
 
+ALONE = {"tokens": [1] * 10, "logprobs": [-1.0] * 10, "top": [{1: -1.0, 2: -1.4, 3: -4.0}] * 10, "reason": "length"}
+
+
 @pytest.mark.parametrize(
-    ("tokens", "logprobs", "gap", "word"),
+    ("tokens", "logprobs", "word"),
     [
-        ([1, 2, 3], [-1.0, -1.0, -1.0], 1.0, "same"),
-        ([1, 2, 4], [-1.0, -1.0, -1.05], 0.1, "near"),
-        ([1, 2, 4], [-1.0, -1.0, -1.05], 1.0, "wrong"),
-        ([1, 2, 3], [-1.0, -2.0, -1.0], 1.0, "wrong"),
-        ([1, 2], [-1.0, -1.0], 1.0, "lost"),
+        ([1] * 10, [-1.0] * 10, "same"),
+        ([1] * 10, [-1.2] * 10, "same"),
+        ([1] * 10, [-1.3] * 10, "wrong"),  # everywhere a little further off than rounding is on average
+        ([1] * 10, [-1.0] * 9 + [-2.4], "same"),
+        ([1] * 10, [-1.0] * 9 + [-2.6], "wrong"),
+        ([1] * 9 + [2], [-1.0] * 9 + [-1.35], "near"),
+        ([1] * 9 + [3], [-1.0] * 9 + [-1.35], "wrong"),  # a candidate, but an unlikely one
+        ([1] * 9 + [4], [-1.0] * 9 + [-1.35], "wrong"),  # no candidate at all
+        ([2] + [9] * 9, [-3.0] * 10, "wrong"),
+        ([2] + [9] * 9, [-1.5] + [-9.0] * 9, "near"),  # what follows answers another text
+        ([1] * 9, [-1.0] * 9, "lost"),
     ],
 )
-def test_verdict(tokens: list[int], logprobs: list[float], gap: float, word: str) -> None:
-    alone = {"tokens": [1, 2, 3], "logprobs": [-1.0] * 3, "top": [[-1.0, -1.0 - gap]] * 3, "reason": "length"}
-    assert load.verdict({"tokens": tokens, "logprobs": logprobs, "reason": "length"}, alone) == word
+def test_verdict(tokens: list[int], logprobs: list[float], word: str) -> None:
+    assert load.verdict({"tokens": tokens, "logprobs": logprobs, "reason": "length"}, ALONE) == word
+
+
+def test_an_answer_that_ends_otherwise_is_lost() -> None:
+    assert load.verdict({**ALONE, "reason": "stop"}, ALONE) == "lost"
 
 
 def test_arguments_are_merged_inside() -> None:

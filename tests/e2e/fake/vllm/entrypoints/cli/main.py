@@ -78,10 +78,10 @@ class Handler(BaseHTTPRequestHandler):
         values, top = [], []
         for _ in range(count):
             row = vllm.row((body["prompt"] + tokens)[-1], Handler.seed)
-            best = row.argsort()[::-1][:2]
+            best = row.argsort()[::-1][: body["logprobs"]]
             tokens.append(int(best[0]))
             values.append(float(row[best[0]]))
-            top.append({str(int(i)): float(row[i]) for i in best})
+            top.append({f"token_id:{i}": float(row[i]) for i in best})
         logprobs = {"token_logprobs": values, "top_logprobs": top, "tokens": list(map(str, tokens)), "text_offset": []}
         choice = {"index": 0, "text": "", "finish_reason": "length", "logprobs": logprobs, "token_ids": tokens}
         self.answer({"id": "0", "object": "text_completion", "created": 0, "model": "m", "choices": [choice]})
