@@ -65,6 +65,7 @@ def test_a_worker_records_every_part(fake: pytest.MonkeyPatch, tmp_path: Path, m
     assert known["finished"]
     assert known["exit_code"] == 0
     assert known["acceptance_length"] == 3
+    assert known["repeat_worst"] == 0
     assert known["reload_worst"] == 0
     assert set(known["throughput"]) == {"prefill_tokens_s", "decode_tokens_s"}
     with np.load(tmp_path / "tables.npz") as tables:

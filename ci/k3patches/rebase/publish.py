@@ -43,12 +43,13 @@ def base_file(base: Base, native: Mapping[str, str], absent: Mapping[str, str]) 
 
 def others(folder: Path) -> dict[str, bytes]:
     """What else a person keeps in a series' folder, which stays."""
-    found = {}
-    for path in folder.rglob("*") if folder.is_dir() else []:
-        name = str(path.relative_to(folder))
-        if path.is_file() and path.suffix != ".patch" and name not in (series.SERIES_FILE, bases.FILE):
-            found[name] = path.read_bytes()
-    return found
+    ours = (series.SERIES_FILE, bases.FILE)
+    return {name: data for name, data in contents(folder).items() if not name.endswith(".patch") and name not in ours}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All the files in ``folder``, by name; none where it is not there."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def same(folder: Path, files: Mapping[str, bytes]) -> bool:
@@ -60,8 +61,8 @@ def same(folder: Path, files: Mapping[str, bytes]) -> bool:
 def fingerprint(folder: Path) -> str:
     """One digest of all the files in ``folder``, their names included; of none where it is not there."""
     digest = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else []:
-        for part in (str(path.relative_to(folder)).encode(), path.read_bytes()):
+    for name, data in sorted(contents(folder).items()):
+        for part in (name.encode(), data):
             digest.update(f"{len(part)}:".encode() + part)
     return digest.hexdigest()
 

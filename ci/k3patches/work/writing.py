@@ -145,7 +145,7 @@ class Writing:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self.place.series_dir, folder)
         refresh.refresh(self.carrying.tree, folder)
-        files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        files = publish.contents(folder)
         if publish.same(self.place.series_dir, files):
             return Written({})
         if digests(self.place.series_dir) != self.state.series:
