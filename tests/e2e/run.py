@@ -51,8 +51,12 @@ class Run:
         self.work.mkdir(parents=True, exist_ok=True)
         self.results: dict[str, Any] = {"machine": machine(), "engines": {}, "load": {}, "faults": {}, "left_out": {}}
         if options.out.exists():
-            before = json.loads(options.out.read_text())
-            if before.get("machine") == self.results["machine"]:
+            try:
+                before = json.loads(options.out.read_text())
+                same = before["machine"] == self.results["machine"]
+            except (ValueError, TypeError, KeyError):
+                raise SystemExit(f"Error: {options.out} holds no results: remove it, or name another --out") from None
+            if same:
                 self.results |= before
         self.folders: dict[str, str] = {}
         self.gpus = pool.Gpus(options.gpus, options.jobs_per_gpu)

@@ -217,6 +217,11 @@ def test_results_of_the_same_build_are_added_to(monkeypatch: pytest.MonkeyPatch,
     assert run.Run(options).results["engines"] == {"bf16_tp1": {"loads": True}}
     monkeypatch.setattr(run, "machine", lambda: machine | {"vllm": "0.33.0"})
     assert run.Run(options).results["engines"] == {}
+    for other in ("no JSON", "[]", "{}"):
+        out.write_text(other)
+        with pytest.raises(SystemExit, match="holds no results: remove it, or name another --out"):
+            run.Run(options)
+        assert out.read_text() == other
 
 
 def test_difference_finds_one_moved_token() -> None:
