@@ -1,0 +1,1 @@
+"""What contracts about merged linear layers of any model share."""
