@@ -84,9 +84,7 @@ def test_matrices_of_rotated_inputs(bench: Bench, shape: Shape, scales: tuple[fl
 @every_format
 @pytest.mark.parametrize("shape", [merged(64, 192), qkv(32, 4, 2)], ids=str)
 @pytest.mark.parametrize("scales", [(0.37, 0.37, 0.37), *APART[:2]])
-def test_a_bias_is_added_as_it_is(
-    bench: Bench, form: Format, shape: Shape, scales: tuple[float, ...]
-) -> None:
+def test_a_bias_is_added_as_it_is(bench: Bench, form: Format, shape: Shape, scales: tuple[float, ...]) -> None:
     scales = scales[: len(shape.rows)]
     checkpoint = Checkpoint.random(form, shape, 1, scales, bias=True)
     layer = bench.load(checkpoint, shape)

@@ -221,9 +221,7 @@ class Bench:
             record_metadata_for_reloading(made.module)
         return made
 
-    def load(
-        self, checkpoint: Checkpoint, shape: Shape, size: int = 1, rank: int = 0, **kwargs: Any
-    ) -> Layer:
+    def load(self, checkpoint: Checkpoint, shape: Shape, size: int = 1, rank: int = 0, **kwargs: Any) -> Layer:
         """A layer with a checkpoint in it."""
         bias = checkpoint.biases is not None
         return self.build(checkpoint.form, shape, size, rank, bias, **kwargs).load(checkpoint)
