@@ -122,18 +122,20 @@ class Loaded:
 
     def reload(self, drafter: checkpoint.Drafter) -> None:
         """New values into the loaded drafter, in the way vLLM's reload_weights takes."""
-        with compat.loadable(), self._context(), set_default_torch_dtype(MODEL_DTYPE):
-            initialize_layerwise_reload(self.model)
+        with self._reloading():
             self.model.load_weights(iter(drafter.tensors.items()))
-            finalize_layerwise_reload(self.model, self.config.speculative_config.draft_model_config)
 
     def transfer(self, drafter: checkpoint.Drafter) -> None:
         """New values one tensor at a time, in the way vLLM's weight transfer engines hand over a draft update."""
+        with self._reloading(), disable_mtp_completeness_check():
+            for item in drafter.tensors.items():
+                self.model.load_weights([item])
+
+    @contextlib.contextmanager
+    def _reloading(self) -> Iterator[None]:
         with compat.loadable(), self._context(), set_default_torch_dtype(MODEL_DTYPE):
             initialize_layerwise_reload(self.model)
-            for item in drafter.tensors.items():
-                with disable_mtp_completeness_check():
-                    self.model.load_weights([item])
+            yield
             finalize_layerwise_reload(self.model, self.config.speculative_config.draft_model_config)
 
     @contextlib.contextmanager
