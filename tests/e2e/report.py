@@ -3,18 +3,25 @@
 
     python tests/e2e/report.py results/*.json --out results/README.md [--plot results/NAME.svg]
 
-The first results are those that throughput is compared with.  The plot needs matplotlib.
+The first results with a timed BF16 engine are those that throughput is compared with.  The plot needs matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 Result = dict[str, Any]
+# Of results' ``expected``: the mean difference that these roundings alone make.
+EXPECTED = {
+    "bf16": "rounding: BF16",
+    "activations": "rounding: and E4M3 activations",
+    "power_of_two": "rounding: and weights, by DeepGEMM",
+}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -23,8 +30,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def label(result: Result) -> str:
+    """A build, and what it was told to use by a word."""
     version = result["machine"]["vllm"]
-    return f"{version.split('+')[0]} {'patched' if '+k3' in version else 'stock'}"
+    words = [value for value in result["arguments"].values() if isinstance(value, str)]
+    return ", ".join([f"{version.split('+')[0]} {'patched' if '+k3' in version else 'stock'}", *words])
 
 
 def names(results: Sequence[Result], part: str) -> list[str]:
@@ -35,10 +44,8 @@ def names(results: Sequence[Result], part: str) -> list[str]:
 def described(name: str) -> str:
     """A case's name as a reader says it."""
     words = name.replace("_tp1", "").replace("fp8_pb_wo", "FP8-PB-WO").split("_")
-    kept = [
-        word.replace("drafter-", "drafter ").replace("tp", "TP").replace("fp8-cache", "FP8 cache") for word in words
-    ]
-    return ", ".join(kept).replace("FP8-PB-WO", "FP8_PB_WO")
+    kept = [re.sub(r"^tp(?=\d)", "TP", word).replace("fp8-cache", "FP8 cache") for word in words]
+    return ", ".join(kept).replace("drafter-", "drafter ").replace("FP8-PB-WO", "FP8_PB_WO")
 
 
 def across(
@@ -50,7 +57,7 @@ def across(
         cells = [cell(result[part][name]) if name in result[part] else "" for result in results]
         if any(cells):
             rows.append([f"`{described(name)}`" if part == "engines" else f"`{name}`", *cells])
-    return table(["", *map(label, results)], rows)
+    return table(["", *map(label, results)], rows) if rows else "Not measured.\n"
 
 
 def loads(known: Result) -> str:
@@ -90,13 +97,16 @@ def reloaded(known: Result) -> str:
     return " / ".join(f"{known[name]:.3f}" for name in ("repeat_worst", "reload_worst") if name in known)
 
 
+def cut(error: str | None) -> str:
+    return (error or "no error").replace("|", "\\|")[:260]
+
+
 def fault(known: Result) -> str:
     if known["answers"]:
         return "**answers**"
     if known["hangs"]:
         return "**hangs**"
-    error = (known["error"] or "no error").replace("|", "\\|")
-    return f"{known['ended_s']:.0f} s ({known['loading_s'] or 0:.0f}): {error[:260]}"
+    return f"{known['ended_s']:.0f} s ({known['loading_s'] or 0:.0f}): {cut(known['error'])}"
 
 
 def load(known: Result) -> str:
@@ -105,16 +115,31 @@ def load(known: Result) -> str:
     return ", ".join(f"{number} {word}" for word, number in sorted(known["answers"].items()))
 
 
+def given(result: Result) -> str:
+    return f", `{json.dumps(result['arguments'])}`" if result["arguments"] else ""
+
+
+def errors(results: Sequence[Result]) -> list[list[str]]:
+    """A row for each engine that did not end by itself."""
+    return [
+        [f"`{described(name)}`", label(result), cut(result["engines"][name].get("error"))]
+        for name in names(results, "engines")
+        for result in results
+        if name in result["engines"] and not result["engines"][name].get("finished")
+    ]
+
+
 def page(results: Sequence[Result]) -> str:
     first = results[0]["machine"]
     engines = names(results, "engines")
     drafted = [name for name in engines if "drafter" in name]
-    base = results[0]["engines"].get("bf16_tp1", {}).get("throughput", {})
+    timed = [result["engines"].get("bf16_tp1", {}).get("throughput") for result in results]
+    base: dict[str, float] = next(filter(None, timed), {})
     gpus = ", ".join(dict.fromkeys(first["gpus"]))
     parts = [
         "<!-- written by tests/e2e/report.py -->\n",
         f"GPUs: {len(first['gpus'])} x {gpus}. "
-        + "; ".join(f"{label(r)}: torch {r['machine']['torch']}" for r in results)
+        + "; ".join(f"{label(r)}: torch {r['machine']['torch']}{given(r)}" for r in results)
         + ".\n",
         "### Log-probabilities, beside float64\n",
         "Mean / worst difference in nats of the log-probability of each next token of the fixed prompts, to a float64\n"
@@ -122,10 +147,12 @@ def page(results: Sequence[Result]) -> str:
         across(results, "engines", moved("to_exact")),
         "### Beside the same vLLM with the reference in BF16\n",
         across(results, "engines", moved("to_reference")),
+        "### Errors\n",
+        table(["", "build", "error"], errors(results)),
         "### Acceptance length\n",
         across(results, "engines", acceptance, drafted),
         "### Throughput, tokens a second\n",
-        "Prefill, in brackets beside the first column's `bf16`:\n",
+        "Prefill, in brackets beside the first `bf16` that was timed:\n",
         across(results, "engines", rate("prefill_tokens_s", base.get("prefill_tokens_s"))),
         "Decode:\n",
         across(results, "engines", rate("decode_tokens_s", base.get("decode_tokens_s"))),
@@ -142,7 +169,7 @@ def page(results: Sequence[Result]) -> str:
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    """Mean difference to float64 of each engine, a bar for each build."""
+    """Mean difference to float64 of each engine, a bar for each build, and lines for what roundings explain."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -152,14 +179,16 @@ def plot(results: Sequence[Result], path: Path) -> None:
     wanted = [
         name for name in names(results, "engines") if any("to_exact" in r["engines"].get(name, {}) for r in results)
     ]
+    shown = [result for result in results if any("to_exact" in known for known in result["engines"].values())]
     figure, axes = pyplot.subplots(figsize=(9, 0.5 + 0.45 * len(wanted)))
-    height = 0.8 / len(results)
-    for i, result in enumerate(results):
+    height = 0.8 / len(shown)
+    for i, result in enumerate(shown):
         values = [result["engines"].get(name, {}).get("to_exact", {}).get("mean", 0) for name in wanted]
         axes.barh([y + i * height for y in range(len(wanted))], values, height, label=label(result))
     axes.set_yticks([y + 0.4 - height / 2 for y in range(len(wanted))], [described(name) for name in wanted])
     axes.invert_yaxis()
-    axes.set_xscale("log")
+    for (name, what), style in zip(EXPECTED.items(), ("dotted", "dashed", "dashdot"), strict=True):
+        axes.axvline(shown[0]["expected"][name]["mean"], color="black", linewidth=1, linestyle=style, label=what)
     axes.set_xlabel("mean difference of log-probability to float64, nats")
     axes.legend()
     axes.grid(axis="x", alpha=0.3)

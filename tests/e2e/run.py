@@ -49,15 +49,17 @@ class Run:
         self.options = options
         self.work: Path = options.work
         self.work.mkdir(parents=True, exist_ok=True)
-        self.results: dict[str, Any] = {"machine": machine(), "engines": {}, "load": {}, "faults": {}, "left_out": {}}
+        measured = {"machine": machine(), "arguments": options.argument}
+        self.results: dict[str, Any] = measured | {"engines": {}, "load": {}, "faults": {}, "left_out": {}}
         if options.out.exists():
             try:
                 before = json.loads(options.out.read_text())
-                same = before["machine"] == self.results["machine"]
+                other = [what for what, value in measured.items() if before[what] != value]
             except (ValueError, TypeError, KeyError):
                 raise SystemExit(f"Error: {options.out} holds no results: remove it, or name another --out") from None
-            if same:
-                self.results |= before
+            if other:
+                raise SystemExit(f"Error: {options.out} holds results of other {other[0]}: name another --out")
+            self.results |= before
         self.folders: dict[str, str] = {}
         self.gpus = pool.Gpus(options.gpus, options.jobs_per_gpu)
         self.writing = threading.Lock()
@@ -147,6 +149,8 @@ class Run:
         if not known:
             log = (self.work / "load.log").read_text(errors="replace")
             known = {"error": faults.first_error(log) or log[-500:]}
+        # The answers that were compared with stay in --work.
+        known.pop("alone", None)
         self.results["load"] = {**known, "exit_code": code}
         self.save()
         say(f"load: {known.get('answers') or known}")
@@ -166,6 +170,8 @@ class Run:
             arguments = self.arguments(case, folders)
             log = self.work / f"fault-{re.sub(r'[^a-z]+', '-', name)}.log"
             known = faults.give(sys.executable, arguments, gpus, log, self.options.limit)
+            if known.get("error"):
+                known["error"] = known["error"].replace(str(broken), "CHECKPOINT")
         self.results["faults"][name] = known
         self.save()
         say(f"fault {name}: {known}")
@@ -192,7 +198,6 @@ class Run:
                 for which in ("generated_again", "generated_reloaded"):
                     if which in known:
                         known[which.replace("generated", "same")] = compare.continuations(known.pop(which), generated)
-                known["texts"] = [text["tokens"] for text in generated]
 
     def exact(self, gpus: list[int]) -> None:
         path = self.work / "exact"
@@ -267,9 +272,7 @@ def machine() -> dict[str, Any]:
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, required=True, help="the results, JSON; of the same machine, they are added to"
-    )
+    parser.add_argument("--out", type=Path, required=True, help="the results, JSON; what is in it is kept and added to")
     parser.add_argument("--work", type=Path, default=Path("e2e-work"), help="checkpoints and logs (e2e-work)")
     parser.add_argument("--checkpoints", type=Path, help="use or write the checkpoints here instead of below --work")
     parser.add_argument("--gpus", type=lambda text: [int(n) for n in text.split(",")], default=[0], help="0,1 (0)")

@@ -67,10 +67,18 @@ def test_a_worker_records_every_part(fake: pytest.MonkeyPatch, tmp_path: Path, m
     assert known["acceptance_length"] == 3
     assert known["repeat_worst"] == 0
     assert known["reload_worst"] == 0
-    assert set(known["throughput"]) == {"prefill_tokens_s", "decode_tokens_s"}
+    assert known["throughput"]["prefill_tokens_s"] > 0
+    assert known["throughput"]["decode_tokens_s"] > 0
     with np.load(tmp_path / "tables.npz") as tables:
         shapes = [tables[name].shape for name in tables.files]
     assert shapes == [(length - 1, SIZE) for length in prompts.LENGTHS]
+
+
+def test_what_is_compiled_at_first_is_not_timed(fake: pytest.MonkeyPatch, tmp_path: Path, model: Path) -> None:
+    fake.setenv("FAKE_VLLM", "compiles")
+    times = run_worker(tmp_path, model, timed=True)["throughput"]
+    assert max(times["prefill_s"], times["first_token_s"]) < 1
+    assert times["decode_tokens_s"] > 0
 
 
 def test_a_reload_that_changes_numbers_is_seen(fake: pytest.MonkeyPatch, tmp_path: Path, model: Path) -> None:
@@ -211,12 +219,18 @@ def test_engines_that_are_timed_come_last_and_one_of_a_kind_first(
 def test_results_of_the_same_build_are_added_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out = tmp_path / "o.json"
     machine = {"capability": 9, "vllm": "0.27.1", "gpus": ["NVIDIA H200"]}
-    out.write_text(json.dumps({"machine": machine, "engines": {"bf16_tp1": {"loads": True}}, "load": {}}))
+    known = {"machine": machine, "arguments": {}, "engines": {"bf16_tp1": {"loads": True}}, "load": {}}
+    out.write_text(json.dumps(known))
     monkeypatch.setattr(run, "machine", lambda: machine)
     options = run.options(["--out", str(out), "--work", str(tmp_path)])
     assert run.Run(options).results["engines"] == {"bf16_tp1": {"loads": True}}
+    others = run.options(["--out", str(out), "--work", str(tmp_path), "--argument", '{"moe_backend": "marlin"}'])
+    with pytest.raises(SystemExit, match="holds results of other arguments: name another --out"):
+        run.Run(others)
     monkeypatch.setattr(run, "machine", lambda: machine | {"vllm": "0.33.0"})
-    assert run.Run(options).results["engines"] == {}
+    with pytest.raises(SystemExit, match="holds results of other machine: name another --out"):
+        run.Run(options)
+    assert json.loads(out.read_text()) == known
     for other in ("no JSON", "[]", "{}"):
         out.write_text(other)
         with pytest.raises(SystemExit, match="holds no results: remove it, or name another --out"):
@@ -290,9 +304,11 @@ def test_unknown_case_is_named() -> None:
     assert len({case.name for case in cases.CASES}) == len(cases.CASES)
 
 
-def result(version: str, engines: dict[str, Any], faulty: dict[str, Any] | None = None) -> dict[str, Any]:
+def result(
+    version: str, engines: dict[str, Any], faulty: dict[str, Any] | None = None, **arguments: Any
+) -> dict[str, Any]:
     machine = {"vllm": version, "torch": "2.13.0", "gpus": ["NVIDIA H200"]}
-    return {"machine": machine, "engines": engines, "faults": faulty or {}, "load": {}}
+    return {"machine": machine, "arguments": arguments, "engines": engines, "faults": faulty or {}, "load": {}}
 
 
 def test_a_page_has_a_row_for_each_engine_and_a_column_for_each_build() -> None:
@@ -305,7 +321,26 @@ def test_a_page_has_a_row_for_each_engine_and_a_column_for_each_build() -> None:
     assert "|  | 0.27.1 stock | 0.27.1 patched |" in lines
     assert "| `mixed` | does not load | 0.0120 / 0.300 |" in lines
     assert "| `mixed, drafter nvfp4, TP2` |  | 3.50 |" in lines
+    assert report.described("mixed_drafter-mtp_tp1_fp8-cache") == "mixed, drafter mtp, FP8 cache"
     assert "| `missing scale` | **answers** | 61 s (3): ValueError: k_proj \\| x |" in lines
+
+
+def test_a_page_tells_the_errors_and_what_builds_were_given() -> None:
+    fails = {"bf16_tp1": {"loads": False, "error": "RuntimeError: cp_world_size | 1"}}
+    runs = {"bf16_tp1": {"loads": True, "finished": True}}
+    results = [result("0.27.1", fails), result("0.27.1", runs, attention_backend="FLASHMLA", cc={"fuse": False})]
+    lines = report.page(results).splitlines()
+    assert "| `bf16` | 0.27.1 stock | RuntimeError: cp_world_size \\| 1 |" in lines
+    assert "|  | 0.27.1 stock | 0.27.1 stock, FLASHMLA |" in lines
+    assert any('`{"attention_backend": "FLASHMLA", "cc": {"fuse": false}}`' in line for line in lines)
+
+
+def test_a_warning_of_errors_that_may_come_is_none() -> None:
+    log = (
+        "(APIServer pid=1) WARNING 11-30 12:33:21 [system_utils.py:299] fd limit errors like `OSError: [Errno 24] Too"
+        " many open files`.\n(EngineCore pid=2) ERROR 11-30 12:33:50 [core.py:1] ValueError: q_proj: no weight_scale\n"
+    )
+    assert faults.first_error(log) == "ValueError: q_proj: no weight_scale"
 
 
 def test_a_page_shows_what_became_slower_beside_the_first_build() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import sys
 import tempfile
@@ -194,16 +195,14 @@ def _build(projection: Projection, kernel: str, sizes: dict[str, tuple[int, ...]
     try:
         if projection.name == "in_proj_qkvgfab":
             local = sum(size[0] // (1 if shard in projection.replicated else SIZE) for shard, size in sizes.items())
-            padding = -local % 16
+            # From 0.30.0 on, padding has no shard of its own, and fills whole blocks.
+            whole = "padding_size" in inspect.signature(_KimiGDNMergedColumnParallelLinear).parameters
+            padding = -local % (128 if whole else 16)
             if padding:
                 rows.append(padding * SIZE)
+            told = {"padding_size": padding} if whole else {"padding_shard_id": 6 if padding else None}
             layer = _KimiGDNMergedColumnParallelLinear(
-                columns,
-                rows,
-                replicated_shard_id=4,
-                tp_size=SIZE,
-                padding_shard_id=6 if padding else None,
-                **common,
+                columns, rows, replicated_shard_id=4, tp_size=SIZE, **told, **common
             )
         elif len(rows) > 1:
             layer = MergedColumnParallelLinear(columns, rows, disable_tp=True, **common)

@@ -12,6 +12,9 @@ from engine.server import serving
 # The first line that says so: reading the weights has begun.
 _LOADING = re.compile(rb"Starting to load model|Loading weights|Loading safetensors")
 _ERROR = re.compile(r"(?:\w+\.)*(\w*(?:Error|Exception|Interrupt)): (.+)")
+# What vLLM logs at another level tells of errors that may come, as of a limit of open files.
+_NO_ERROR = re.compile(r"^(?:\([^)]*\) )?(?:DEBUG|INFO|WARNING) .*$", re.MULTILINE)
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def give(python: str, arguments: dict[str, Any], gpus: list[int], log: Path, limit: float) -> dict[str, Any]:
@@ -45,7 +48,7 @@ def give(python: str, arguments: dict[str, Any], gpus: list[int], log: Path, lim
 
 def first_error(text: str) -> str | None:
     """The first error of a log that says more than that something failed elsewhere."""
-    for match in _ERROR.finditer(re.sub(r"\x1b\[[0-9;]*m", "", text)):
+    for match in _ERROR.finditer(_NO_ERROR.sub("", _COLOR.sub("", text))):
         if "See root cause" not in match[2] and "initialization failed" not in match[2]:
             return f"{match[1]}: {match[2]}"[:600]
     return None

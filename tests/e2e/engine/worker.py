@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
+import statistics
 import sys
 import time
 import traceback
@@ -24,7 +26,7 @@ import tiny_k3
 
 from engine import prompts
 
-TIMED_PROMPTS, TIMED_LENGTH, TIMED_GENERATED = 32, 1024, 128
+TIMED_PROMPTS, TIMED_LENGTH, TIMED_SHORT, TIMED_GENERATED, TIMED_REPEATS = 32, 1024, 16, 128, 5
 CACHE_BYTES = 1 << 30
 LONGEST = 2048
 
@@ -140,11 +142,14 @@ def acceptance_length(before: dict[str, float], after: dict[str, float]) -> floa
 
 
 def throughput(llm: Any, vocabulary: int, reserved: int) -> dict[str, float]:
-    """Tokens a second: of prompts read, and of tokens generated after them."""
+    """Tokens a second, of prompts read and of tokens generated after the first; and the medians of which they are."""
     from vllm import SamplingParams
 
-    def run(seed: int, length: int, tokens: int) -> float:
-        batch = prompts.many(TIMED_PROMPTS, length, vocabulary, reserved=reserved, seed=seed)
+    seeds = itertools.count(1)
+
+    def run(length: int, tokens: int) -> float:
+        # Other prompts each time: none comes from the prefix cache.
+        batch = prompts.many(TIMED_PROMPTS, length, vocabulary, reserved=reserved, seed=next(seeds))
         start = time.perf_counter()
         llm.generate(
             [{"prompt_token_ids": p} for p in batch],
@@ -153,12 +158,23 @@ def throughput(llm: Any, vocabulary: int, reserved: int) -> dict[str, float]:
         )
         return time.perf_counter() - start
 
-    run(1, TIMED_LENGTH, 8), run(2, 16, 8)
-    prefill = min(run(seed, TIMED_LENGTH, 1) for seed in (3, 4, 5))
-    decode = min(run(seed, 16, TIMED_GENERATED) - run(seed + 10, 16, 1) for seed in (6, 7, 8))
+    def seconds(length: int, tokens: int) -> float:
+        run(length, tokens)  # may compile a kernel
+        return statistics.median(run(length, tokens) for _ in range(TIMED_REPEATS))
+
+    prefill, first, whole = (
+        seconds(TIMED_LENGTH, 1),
+        seconds(TIMED_SHORT, 1),
+        seconds(TIMED_SHORT, TIMED_GENERATED),
+    )
+    if whole <= first:
+        raise RuntimeError(f"{TIMED_GENERATED} tokens took {whole:.3f} s and the first alone {first:.3f} s")
     return {
+        "prefill_s": prefill,
+        "first_token_s": first,
+        "generate_s": whole,
         "prefill_tokens_s": TIMED_PROMPTS * TIMED_LENGTH / prefill,
-        "decode_tokens_s": TIMED_PROMPTS * (TIMED_GENERATED - 1) / decode,
+        "decode_tokens_s": TIMED_PROMPTS * (TIMED_GENERATED - 1) / (whole - first),
     }
 
 

@@ -1,11 +1,13 @@
 """A stand-in for vLLM that answers from a table: what runs engines is tested with it where there is no GPU.
 
-FAKE_VLLM holds, comma-separated, what it does wrong: ``noisy`` log-probabilities, ``forgets`` weights on reload.
+FAKE_VLLM holds, comma-separated, what it does wrong: ``noisy`` log-probabilities, ``forgets`` weights on reload,
+``compiles`` something for long when it is first asked for a single token after a prompt of that length.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,9 +44,10 @@ class LLM:
     seed: int = 0
     other: dict[str, Any] = field(default_factory=dict)
     drafts: int = 0
+    compiled: set[int] = field(default_factory=set)
 
     def __init__(self, model: str, **arguments: Any) -> None:
-        self.model, self.other, self.seed, self.drafts = model, arguments, 0, 0
+        self.model, self.other, self.seed, self.drafts, self.compiled = model, arguments, 0, 0, set()
         self.speculative_config = arguments.get("speculative_config")
         if not list(Path(model).glob("*.safetensors")):
             raise ValueError(f"no weights in {model}")
@@ -54,11 +57,15 @@ class LLM:
         return row(token, self.seed) + noise
 
     def generate(self, prompts: list[dict[str, Any]], params: SamplingParams, use_tqdm: bool = True) -> list[Any]:
+        length = len(prompts[0]["prompt_token_ids"])
+        if "compiles" in FAULTS and params.max_tokens == 1 and length not in self.compiled:
+            self.compiled.add(length)
+            time.sleep(1)
         made = []
         for prompt in prompts:
             tokens = list(prompt["prompt_token_ids"])
             scored: list[dict[int, Any] | None] = [None]
-            for token in tokens[:-1]:
+            for token in tokens[:-1] if params.prompt_logprobs is not None else ():
                 scored.append({i: SimpleNamespace(logprob=float(v)) for i, v in enumerate(self._row(token))})
             chosen, values = [], []
             for _ in range(params.max_tokens):
