@@ -511,6 +511,20 @@ def test_a_series_that_is_edited_while_the_rebase_runs_is_not_overwritten(
     assert path.read_text() == edited
 
 
+def test_what_a_person_did_outlives_a_series_that_appeared_meanwhile(mini: Mini, run: Run, tmp_path: Path) -> None:
+    file = conflict(mini, run)
+    file.write_text(RESOLVED)
+    series = mini.root / "patches" / "v0.28.0"
+    shutil.copytree(mini.root / "patches" / "v0.27.1", series)
+    require_error(run("rebase", "--continue"), "patches/v0.28.0 was changed", "build/rebase/v0.28.0/tree", "--take")
+    # As the message says.
+    shutil.copytree(work(mini) / "tree", tmp_path / "copy", symlinks=True)
+    require(run("rebase", "--abort"), 0)
+    shutil.rmtree(series)
+    require(run("rebase", "0.28.0", "--take", tmp_path / "copy"), REBASED)
+    assert "100 + x" in resolution(mini, "alpha-fix").read_text()
+
+
 def test_commits_that_were_made_without_the_engine(mini: Mini, run: Run, tmp_path: Path) -> None:
     later(mini, "0.28.0", CONFLICT)
     require(run("rebase", "0.28.0"), PERSON)

@@ -400,9 +400,12 @@ class Rebase:
     def _check_unchanged(self) -> None:
         """What somebody wrote while this rebase ran is not overwritten."""
         if publish.fingerprint(self.series_dir) != self.state.series:
+            again = "and rebase again"
+            if self.state.person:
+                again = f"copy {self._shown}, whose commits are yours, elsewhere, --abort, and rebase with --take COPY"
             raise UserError(
                 f"{self.report.where} was changed while the rebase onto {self.target.label} ran: look at what changed, "
-                f"and rebase again"
+                f"{again}"
             )
 
     def _tell_how(self, recorded: Mapping[str, bytes]) -> None:
