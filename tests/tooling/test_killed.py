@@ -64,8 +64,11 @@ def test_a_build_that_is_killed(mini: Mini, run: Run, built_pattern: Mini, event
 
 def test_a_build_killed_on_the_way_from_one_series_to_another(built: Mini, run: Run) -> None:
     """The tree of before stays until the new one is whole, also when the series goes back to what it was."""
-    killed = built.outside("apply", "--until", "0001", prelude=COUNT.format(at=20))
-    assert killed.code == -signal.SIGKILL
+    for moment in range(20, 100, 10):  # how much happens before depends on the Python
+        killed = built.outside("apply", "--until", "0001", prelude=COUNT.format(at=moment))
+        assert killed.code == -signal.SIGKILL
+        if built.leftovers():
+            break
     assert built.leftovers()
     before = built.tree.stat().st_ino
     require_ok(run("apply"))
