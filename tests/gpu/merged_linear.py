@@ -18,8 +18,7 @@ import k3_linear
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "contracts"))
-from dspark.formats import Format
-from merged.layers import PARTS, Checkpoint, Shape
+from merged.layers import PARTS, Checkpoint, Shape, config_json
 
 DEVICE = torch.device("cuda")
 
@@ -59,7 +58,7 @@ def loaded(checkpoint: Checkpoint, shape: Shape) -> Iterator[Layer]:
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     with tempfile.TemporaryDirectory() as folder, k3_linear.engine(size=1, rank=0):
-        (Path(folder) / "config.json").write_text(json.dumps(text(checkpoint.form)))
+        (Path(folder) / "config.json").write_text(json.dumps(config_json(checkpoint.form)))
         model = ModelConfig(
             model=folder, tokenizer=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=256
         )
@@ -71,18 +70,3 @@ def loaded(checkpoint: Checkpoint, shape: Shape) -> Iterator[Layer]:
             layer.fill(checkpoint)
             process_weights_after_loading(layer.module, config.model_config, DEVICE)
             yield layer
-
-
-def text(form: Format) -> dict[str, Any]:
-    """The config.json of a small Llama in this format."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 1,
-        "vocab_size": 256,
-        "torch_dtype": "bfloat16",
-        "quantization_config": form.announce(),
-    }

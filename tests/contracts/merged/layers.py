@@ -170,6 +170,21 @@ class Layer:
             yield
 
 
+def config_json(form: Format) -> dict[str, Any]:
+    """The config.json of a small Llama in this format."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        "vocab_size": 256,
+        "torch_dtype": "bfloat16",
+        "quantization_config": form.announce(),
+    }
+
+
 class Bench:
     """Builds layers under the configuration that vLLM makes of a model's config.json."""
 
@@ -183,18 +198,7 @@ class Bench:
         if str(form) not in self.configs:
             folder = self.folder / str(len(self.configs))
             folder.mkdir()
-            text = {
-                "architectures": ["LlamaForCausalLM"],
-                "model_type": "llama",
-                "hidden_size": 256,
-                "intermediate_size": 512,
-                "num_attention_heads": 4,
-                "num_hidden_layers": 1,
-                "vocab_size": 256,
-                "torch_dtype": "bfloat16",
-                "quantization_config": form.announce(),
-            }
-            (folder / "config.json").write_text(json.dumps(text))
+            (folder / "config.json").write_text(json.dumps(config_json(form)))
             model = ModelConfig(
                 model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=256
             )
