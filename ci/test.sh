@@ -77,11 +77,11 @@ heading "wheel"
 ./build.sh
 
 heading "tooling"
-"$python" -m pytest -q -p no:cacheprovider -n auto --dist loadfile tests/tooling
+"$python" -m pytest -q -rs -p no:cacheprovider -n auto --dist loadfile tests/tooling
 
 heading "end to end: the tiny Kimi-K3, how two bases load it, and what runs and judges engines"
 ./build.sh apply --base 0.33.0 >/dev/null
-"$python" -m pytest -q -p no:cacheprovider -n auto --dist loadfile tests/e2e
+"$python" -m pytest -q -rs -p no:cacheprovider -n auto --dist loadfile tests/e2e
 
 heading "contracts and patches' own tests, all bases, against the committed table"
 $tools table --check --thorough

@@ -33,10 +33,6 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 class TestModelOpt:
     """NVIDIA's Model Optimizer."""
 
-    @pytest.fixture(autouse=True)
-    def modelopt(self) -> None:
-        pytest.importorskip("modelopt.torch", reason="absent: nvidia-modelopt is not installed")
-
     @pytest.mark.parametrize("module", PROJECTIONS)
     def test_block_scaled_matrices_are_modelopts(self, original: target.Tensors, module: str) -> None:
         from modelopt.torch.quantization.qtensor import FP8QTensor
@@ -71,10 +67,6 @@ class TestModelOpt:
 
 class TestCompressedTensors:
     """The compressed-tensors package, one of vLLM's own requirements."""
-
-    @pytest.fixture(autouse=True)
-    def package(self) -> None:
-        pytest.importorskip("compressed_tensors", reason="absent: compressed-tensors is not installed")
 
     def compressed(self, original: target.Tensors, module: str) -> target.Tensors:
         expert = name(module)[: -len("w1.weight")]
