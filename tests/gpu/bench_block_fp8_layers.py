@@ -19,7 +19,7 @@ from typing import Any
 import k3_linear
 import torch
 from k3_linear import KERNELS, PROJECTIONS
-from timing import graph_time
+from timing import graph_time, machine
 
 TOKENS = (1, 8, 64, 128, 512, 2048, 8192)
 REPEATS = 30
@@ -64,17 +64,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the numbers")
     args = parser.parse_args()
-    import vllm
-
     with k3_linear.engine():
         torch.manual_seed(0)
-        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "vllm": vllm.__version__}
+        measured_on = machine()
         rows: list[dict[str, Any]] = []
         for projection in PROJECTIONS:
             for kernel in KERNELS:
                 rows += measure(projection, kernel)
-                args.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
-    print(json.dumps(machine), "\n\n| layer | kernel | tokens | error | unfused | us | aligned | with copy |")
+                args.out.write_text(json.dumps({"machine": measured_on, "rows": rows}, indent=1) + "\n")
+    print(json.dumps(measured_on), "\n\n| layer | kernel | tokens | error | unfused | us | aligned | with copy |")
     print("|---|---|---|---|---|---|---|---|")
     for r in rows:
         times = " | ".join(f"{r[k]:.1f}" if k in r else "" for k in ("us", "us_aligned", "us_copied"))

@@ -32,7 +32,7 @@ import k3_dspark
 import k3_linear
 import torch
 import torch.nn.functional as F
-from timing import graph_time
+from timing import graph_time, machine
 
 # What matters most comes first: a run that is cut short has it.
 TOKENS = (1, 8, 128, 512, 2048, 8192, 64, 32, 16, 4, 2)
@@ -193,14 +193,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the numbers")
     parser.add_argument("--seconds", type=float, default=400, help="start no further row after this")
     args = parser.parse_args()
-    import vllm
-
     started = time.monotonic()
     with k3_linear.engine():
         torch.manual_seed(0)
         bench = Bench()
         result: dict[str, Any] = {
-            "machine": {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "vllm": vllm.__version__},
+            "machine": machine(),
             "kernel": bench.kernel,
             "memory": bench.memory,
             "rows": [],

@@ -21,6 +21,7 @@ from typing import Any
 import bench_dspark_context_kv
 import k3_linear
 import torch
+from timing import captured, machine
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -31,14 +32,7 @@ REPLAYS = 20
 
 def kernels(calls: Sequence[Callable[[], Any]]) -> list[dict[str, Any]]:
     """Name, microseconds and number in a step of each kernel that ``calls`` start, one step each."""
-    for call in (*calls, *calls):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
+    graph = captured(calls, len(calls))
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(REPLAYS):
@@ -60,12 +54,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the numbers")
     args = parser.parse_args()
-    import vllm
-
     with k3_linear.engine():
         torch.manual_seed(0)
         bench = bench_dspark_context_kv.Bench()
-        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "vllm": vllm.__version__}
         steps = []
         for tokens, (cache, name) in itertools.product(TOKENS, bench_dspark_context_kv.CACHES.items()):
             calls = bench.calls(cache, tokens)
@@ -74,7 +65,7 @@ def main() -> None:
                 print(f"\n{way}, {tokens} tokens, {name} cache\n\n| kernel | in a step | us |\n|---|---|---|")
                 for kernel in steps[-1]["kernels"]:
                     print(f"| `{kernel['kernel'][:110]}` | {kernel['in_a_step']:g} | {kernel['us']:.2f} |", flush=True)
-    args.out.write_text(json.dumps({"machine": machine, "steps": steps}, indent=1) + "\n")
+    args.out.write_text(json.dumps({"machine": machine(), "steps": steps}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
