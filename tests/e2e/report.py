@@ -78,10 +78,13 @@ def moved(which: str) -> Callable[[Result], str]:
 
 def rate(field: str, base: float | None) -> Callable[[Result], str]:
     def cell(known: Result) -> str:
-        value = known.get("throughput", {}).get(field)
-        if value is None:
+        rates = known.get("throughput", {})
+        if field not in rates:
             return ""
-        return f"{value:,.0f}" + (f" ({value / base:.2f})" if base else "")
+        rounds = [each[field] for each in rates.get("rounds", [])]
+        told = [f"{rates[field] / base:.2f}"] if base else []
+        told += [f"{min(rounds):,.0f} to {max(rounds):,.0f}"] if rounds else []
+        return f"{rates[field]:,.0f}" + (f" ({'; '.join(told)})" if told else "")
 
     return cell
 

@@ -12,6 +12,7 @@ are kept in --work.  `python tests/e2e/report.py RESULTS.json.. --out PAGE.md` m
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_k3
 from engine import cases, compare, faults, pool, prompts, worker
+from engine.turns import Turns
 from tiny_k3 import damage, vocabulary
 
 HERE = Path(__file__).resolve().parent
@@ -64,6 +66,8 @@ class Run:
         self.gpus = pool.Gpus(options.gpus, options.jobs_per_gpu)
         self.writing = threading.Lock()
         self.share = round(0.85 / options.jobs_per_gpu, 3)
+        # One for the machine: who measures waits for other runs too.
+        self.lock = Path(tempfile.gettempdir()) / "tiny-k3-gpu.lock"
 
     def save(self) -> None:
         with self.writing:
@@ -94,8 +98,7 @@ class Run:
             "vocabulary": vocabulary.VOCABULARY,
             "reserved": vocabulary.FIRST_WORD,
             "share": self.share,
-            # One for the machine: who measures waits for other runs too.
-            "lock": str(Path(tempfile.gettempdir()) / "tiny-k3-gpu.lock"),
+            "lock": str(self.lock),
             "arguments": self.options.argument,
         }
 
@@ -121,7 +124,8 @@ class Run:
         known["case"], known["exit_code"] = case.as_dict(), code
         if not known.get("finished"):
             log = (self.work / f"{case.name}.log").read_text(errors="replace")
-            known["error"] = faults.first_error(log)
+            late = f"not done after {self.options.limit:.0f} s, see --limit" if code is None else None
+            known["error"] = "; ".join(filter(None, [late, faults.first_error(log)])) or None
         self.results["engines"][case.name] = known
         self.save()
         state = "done" if known.get("finished") else f"failed: {known['error']}"
@@ -169,7 +173,9 @@ class Run:
             case = cases.Case("mixed", drafter=drafter, graphs=False)
             arguments = self.arguments(case, folders)
             log = self.work / f"fault-{re.sub(r'[^a-z]+', '-', name)}.log"
-            known = faults.give(sys.executable, arguments, gpus, log, self.options.limit)
+            with contextlib.closing(Turns(self.lock)) as turns:
+                turns.share()
+                known = faults.give(sys.executable, arguments, gpus, log, self.options.limit)
             if known.get("error"):
                 known["error"] = known["error"].replace(str(broken), "CHECKPOINT")
         self.results["faults"][name] = known

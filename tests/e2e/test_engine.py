@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ import report
 import run
 from engine import cases, compare, exact, faults, load, pool, prompts, worker
 from engine.server import serving
+from engine.turns import Turns
 from tiny_k3 import damage
 
 HERE = Path(__file__).resolve().parent
@@ -67,8 +71,11 @@ def test_a_worker_records_every_part(fake: pytest.MonkeyPatch, tmp_path: Path, m
     assert known["acceptance_length"] == 3
     assert known["repeat_worst"] == 0
     assert known["reload_worst"] == 0
-    assert known["throughput"]["prefill_tokens_s"] > 0
-    assert known["throughput"]["decode_tokens_s"] > 0
+    rates = known["throughput"]
+    assert len(rates["rounds"]) == worker.TIMED_ROUNDS
+    for name in ("prefill_tokens_s", "decode_tokens_s"):
+        assert 0 < min(each[name] for each in rates["rounds"]) <= rates[name]
+        assert rates[name] in [each[name] for each in rates["rounds"]]
     with np.load(tmp_path / "tables.npz") as tables:
         shapes = [tables[name].shape for name in tables.files]
     assert shapes == [(length - 1, SIZE) for length in prompts.LENGTHS]
@@ -76,9 +83,58 @@ def test_a_worker_records_every_part(fake: pytest.MonkeyPatch, tmp_path: Path, m
 
 def test_what_is_compiled_at_first_is_not_timed(fake: pytest.MonkeyPatch, tmp_path: Path, model: Path) -> None:
     fake.setenv("FAKE_VLLM", "compiles")
-    times = run_worker(tmp_path, model, timed=True)["throughput"]
-    assert max(times["prefill_s"], times["first_token_s"]) < 1
-    assert times["decode_tokens_s"] > 0
+    tokens = worker.TIMED_PROMPTS * worker.TIMED_LENGTH
+    for each in run_worker(tmp_path, model, timed=True)["throughput"]["rounds"]:
+        assert each["first_token_s"] < 1
+        assert tokens / each["prefill_tokens_s"] < 1
+
+
+def test_who_measures_waits_for_who_runs_and_keeps_others_waiting(tmp_path: Path) -> None:
+    runs, measures = Turns(tmp_path / "lock"), Turns(tmp_path / "lock")
+    order = []
+
+    def measure() -> None:
+        with measures.alone():
+            order.append("measures")
+            time.sleep(0.3)
+            order.append("measured")
+
+    def start() -> None:
+        runs.share()
+        order.append("runs")
+
+    runs.share()
+    with ThreadPoolExecutor() as executor, contextlib.closing(runs), contextlib.closing(measures):
+        measuring = executor.submit(measure)
+        time.sleep(0.3)
+        order.append("rests")
+        runs.rest()
+        while "measures" not in order and not measuring.done():
+            time.sleep(0.01)
+        executor.submit(start).result(30)
+        measuring.result(30)
+    assert order == ["rests", "measures", "measured", "runs"]
+
+
+def test_who_measures_gives_way_between_rounds(tmp_path: Path) -> None:
+    order = []
+
+    def measure(name: str) -> None:
+        with contextlib.closing(Turns(tmp_path / "lock")) as turns:
+            for _ in range(4):
+                with turns.alone():
+                    order.append(name)
+                    time.sleep(0.3)
+
+    first = Turns(tmp_path / "lock")
+    first.share()
+    with ThreadPoolExecutor() as executor:
+        measuring = [executor.submit(measure, name) for name in ("one", "two")]
+        time.sleep(0.1)
+        first.close()
+        for each in measuring:
+            each.result(30)
+    assert [len(list(same)) for _, same in itertools.groupby(order)] == [1] * 8
 
 
 def test_a_reload_that_changes_numbers_is_seen(fake: pytest.MonkeyPatch, tmp_path: Path, model: Path) -> None:
@@ -216,6 +272,23 @@ def test_engines_that_are_timed_come_last_and_one_of_a_kind_first(
     assert {each for each in others if isinstance(each, str)} == {"load", *damage.FAULTS}
 
 
+def test_an_engine_that_takes_too_long_is_told_from_one_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run, "machine", lambda: {"capability": 9, "vllm": "0", "gpus": ["NVIDIA H200"]})
+    options = run.options(["--out", str(tmp_path / "o.json"), "--work", str(tmp_path), "--limit", "7"])
+    measurement, case = run.Run(options), cases.CASES[0]
+    for code, log, error in (
+        (None, "still busy", "not done after 7 s, see --limit"),
+        (None, "ValueError: no scale", "not done after 7 s, see --limit; ValueError: no scale"),
+        (1, "ValueError: no scale", "ValueError: no scale"),
+    ):
+        (tmp_path / f"{case.name}.log").write_text(log)
+        monkeypatch.setattr(measurement, "python", lambda *_, code=code: code)
+        measurement.engine(case, [0])
+        assert measurement.results["engines"][case.name]["error"] == error
+
+
 def test_results_of_the_same_build_are_added_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out = tmp_path / "o.json"
     machine = {"capability": 9, "vllm": "0.27.1", "gpus": ["NVIDIA H200"]}
@@ -344,11 +417,16 @@ def test_a_warning_of_errors_that_may_come_is_none() -> None:
 
 
 def test_a_page_shows_what_became_slower_beside_the_first_build() -> None:
-    engines = [
+    engines: list[dict[str, Any]] = [
         {"bf16_tp1": {"throughput": {"prefill_tokens_s": rate, "decode_tokens_s": rate}}} for rate in (1000, 500)
     ]
     lines = report.page([result("0.27.1", engines[0]), result("0.33.0", engines[1])]).splitlines()
     assert lines.count("| `bf16` | 1,000 (1.00) | 500 (0.50) |") == 2
+    for rates, rounds in ((engines[0], (900, 1100)), (engines[1], (480, 505))):
+        each = [{"prefill_tokens_s": value, "decode_tokens_s": value} for value in rounds]
+        rates["bf16_tp1"]["throughput"]["rounds"] = each
+    lines = report.page([result("0.27.1", engines[0]), result("0.33.0", engines[1])]).splitlines()
+    assert lines.count("| `bf16` | 1,000 (1.00; 900 to 1,100) | 500 (0.50; 480 to 505) |") == 2
 
 
 @settings(deadline=None)

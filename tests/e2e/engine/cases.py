@@ -12,7 +12,7 @@ class Case:
     """One engine.
 
     ``target`` and ``drafter`` are forms that tiny_k3 writes, or the drafter is ``mtp``, the target's own; ``cache`` is
-    vLLM's kv_cache_dtype; ``timed`` engines also measure throughput, one after the other, while nothing else runs.
+    vLLM's kv_cache_dtype; ``timed`` engines also measure throughput, in turns, while nothing else runs.
     """
 
     target: str

@@ -25,6 +25,7 @@ from tiny_k3.contracts import BLOCK
 from tiny_k3.forward import Tiny, e4m3_scale
 
 from engine import compare, prompts
+from engine.turns import Turns
 
 
 def rounded_blocks(matrix: torch.Tensor) -> torch.Tensor:
@@ -77,6 +78,7 @@ def expected(exact: Tiny, truth: list[np.ndarray], batch: list[list[int]], devic
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
+    Turns(Path(job["lock"])).share()
     out = Path(job["results"])
     out.mkdir(parents=True, exist_ok=True)
     batch = prompts.prompts(job["vocabulary"], reserved=job["reserved"])

@@ -11,7 +11,6 @@ streams, and the weights are reloaded.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 
 from engine import prompts
 from engine.server import NAME, Server, serving
+from engine.turns import Turns
 
 CLIENTS, PROMPTS, LENGTH, TOKENS = 64, 24, 200, 32
 CANDIDATES = 5
@@ -158,11 +158,8 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     results = Path(job["results"])
     start = time.monotonic()
-    with (
-        Path(job["lock"]).open("w") as lock,
-        serving(sys.executable, job["arguments"], job["gpus"], Path(job["server_log"])) as server,
-    ):
-        fcntl.flock(lock, fcntl.LOCK_SH)
+    Turns(Path(job["lock"])).share()
+    with serving(sys.executable, job["arguments"], job["gpus"], Path(job["server_log"])) as server:
         if not server.wait(job["limit"]):
             made: dict[str, Any] = {"starts": False}
         else:

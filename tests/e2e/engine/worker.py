@@ -9,10 +9,8 @@ is known even when a later part ends the process.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import json
-import os
 import statistics
 import sys
 import time
@@ -25,8 +23,9 @@ import numpy as np
 import tiny_k3
 
 from engine import prompts
+from engine.turns import Turns
 
-TIMED_PROMPTS, TIMED_LENGTH, TIMED_SHORT, TIMED_GENERATED, TIMED_REPEATS = 32, 1024, 16, 128, 5
+TIMED_PROMPTS, TIMED_LENGTH, TIMED_SHORT, TIMED_GENERATED, TIMED_ROUNDS = 32, 1024, 16, 128, 7
 CACHE_BYTES = 1 << 30
 LONGEST = 2048
 
@@ -141,13 +140,17 @@ def acceptance_length(before: dict[str, float], after: dict[str, float]) -> floa
     return 1 + accepted / drafts if drafts else None
 
 
-def throughput(llm: Any, vocabulary: int, reserved: int) -> dict[str, float]:
-    """Tokens a second, of prompts read and of tokens generated after the first; and the medians of which they are."""
+def throughput(llm: Any, vocabulary: int, reserved: int, turns: Turns) -> dict[str, Any]:
+    """Tokens a second, of prompts read and of tokens generated after the first: medians, and the rounds they are of.
+
+    Between its rounds the engine gives way to others that are timed, so that a machine that is slow for a while is so
+    for all of them.
+    """
     from vllm import SamplingParams
 
     seeds = itertools.count(1)
 
-    def run(length: int, tokens: int) -> float:
+    def seconds(length: int, tokens: int) -> float:
         # Other prompts each time: none comes from the prefix cache.
         batch = prompts.many(TIMED_PROMPTS, length, vocabulary, reserved=reserved, seed=next(seeds))
         start = time.perf_counter()
@@ -158,27 +161,30 @@ def throughput(llm: Any, vocabulary: int, reserved: int) -> dict[str, float]:
         )
         return time.perf_counter() - start
 
-    def seconds(length: int, tokens: int) -> float:
-        run(length, tokens)  # may compile a kernel
-        return statistics.median(run(length, tokens) for _ in range(TIMED_REPEATS))
+    def shapes() -> tuple[float, float, float]:
+        return seconds(TIMED_LENGTH, 1), seconds(TIMED_SHORT, 1), seconds(TIMED_SHORT, TIMED_GENERATED)
 
-    prefill, first, whole = (
-        seconds(TIMED_LENGTH, 1),
-        seconds(TIMED_SHORT, 1),
-        seconds(TIMED_SHORT, TIMED_GENERATED),
-    )
-    if whole <= first:
-        raise RuntimeError(f"{TIMED_GENERATED} tokens took {whole:.3f} s and the first alone {first:.3f} s")
-    return {
-        "prefill_s": prefill,
-        "first_token_s": first,
-        "generate_s": whole,
-        "prefill_tokens_s": TIMED_PROMPTS * TIMED_LENGTH / prefill,
-        "decode_tokens_s": TIMED_PROMPTS * (TIMED_GENERATED - 1) / (whole - first),
-    }
+    def measured() -> dict[str, float]:
+        prefill, first, whole = shapes()
+        if whole <= first:
+            raise RuntimeError(f"{TIMED_GENERATED} tokens took {whole:.3f} s and the first alone {first:.3f} s")
+        return {
+            "first_token_s": first,
+            "prefill_tokens_s": TIMED_PROMPTS * TIMED_LENGTH / prefill,
+            "decode_tokens_s": TIMED_PROMPTS * (TIMED_GENERATED - 1) / (whole - first),
+        }
+
+    with turns.alone():
+        shapes()  # may compile kernels
+    rounds = []
+    for _ in range(TIMED_ROUNDS):
+        with turns.alone():
+            seconds(TIMED_SHORT, TIMED_SHORT)  # the engine was idle
+            rounds.append(measured())
+    return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]} | {"rounds": rounds}
 
 
-def run(job: dict[str, Any], results: Results) -> None:
+def run(job: dict[str, Any], results: Results, turns: Turns) -> None:
     from vllm import LLM, SamplingParams
 
     case, vocabulary, reserved = job["case"], job["vocabulary"], job["reserved"]
@@ -221,20 +227,20 @@ def run(job: dict[str, Any], results: Results) -> None:
         results.add(
             reload_worst=worst(first, second), generated_reloaded=generated(llm.generate(batch, greedy, use_tqdm=False))
         )
-    fcntl.flock(job["lock_fd"], fcntl.LOCK_UN)
     if case["timed"]:
-        fcntl.flock(job["lock_fd"], fcntl.LOCK_EX)
+        turns.rest()
         with results.part("throughput"):
-            results.add(throughput=throughput(llm, vocabulary, reserved))
+            results.add(throughput=throughput(llm, vocabulary, reserved, turns))
+        # An engine's end takes a while, and is not to be timed in another.
+        turns.share()
 
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     results = Results(Path(job["results"]))
-    # Held while anything of this engine may run on the GPU: who measures waits until nobody does.
-    job["lock_fd"] = os.open(job["lock"], os.O_RDWR | os.O_CREAT)
-    fcntl.flock(job["lock_fd"], fcntl.LOCK_SH)
-    run(job, results)
+    turns = Turns(Path(job["lock"]))
+    turns.share()
+    run(job, results, turns)
     results.add(finished=True)
 
 
