@@ -6,6 +6,8 @@ import gc
 
 import torch
 
+from k3patches import garbage
+
 
 def pytest_configure() -> None:
     # Upstream's fixtures empty the accelerator's caches after every test, which torch refuses where there is none.
@@ -20,3 +22,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.unfreeze = lambda: None
+
+
+def pytest_unconfigure() -> None:
+    garbage.set_aside()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from k3patches import garbage
 from k3patches.skips import NOT_RUN
 
 
@@ -54,6 +55,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--tree"):
         # vLLM reads those of every installed package anew for each configuration, 10 ms that nothing has changed in.
         vars(metadata)["entry_points"] = functools.cache(metadata.entry_points)
+        garbage.collect_seldom()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if config.getoption("--tree"):
+        garbage.set_aside()
 
 
 def _file(nodeid: str) -> str:

@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import triton.language as tl
+from k3patches import garbage
 from torch.utils import _python_dispatch as dispatch
 from triton.runtime import autotuner, interpreter
 
@@ -187,8 +188,11 @@ def run(loaded: Any, case: Case) -> Step:
 
 
 def main() -> None:
+    garbage.collect_seldom()
     from dspark import compat
 
+    # vLLM collects garbage twice with every model that it loads.
+    garbage.set_aside()
     folder, target = Path(sys.argv[1]), Path(sys.argv[2])
     round_as_a_gpu()
     tune_by_arguments_alone()
@@ -201,6 +205,7 @@ def main() -> None:
             except Exception:
                 results[case.name] = traceback.format_exc()
     torch.save(results, target)
+    garbage.set_aside()
 
 
 if __name__ == "__main__":
