@@ -60,7 +60,8 @@ class Run:
             except (ValueError, TypeError, KeyError):
                 raise SystemExit(f"Error: {options.out} holds no results: remove it, or name another --out") from None
             if other:
-                raise SystemExit(f"Error: {options.out} holds results of other {other[0]}: name another --out")
+                whose = {"machine": "of another machine or build", "arguments": "with other arguments"}[other[0]]
+                raise SystemExit(f"Error: {options.out} holds results {whose}: name another --out")
             self.results |= before
         self.folders: dict[str, str] = {}
         self.gpus = pool.Gpus(options.gpus, options.jobs_per_gpu)
@@ -286,7 +287,9 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=",".join(PARTS))
     parser.add_argument("--case", action="append", default=[], help="only this engine; may be given again")
     parser.add_argument("--load-seconds", type=int, default=180, help="how long the server is under load (180)")
-    parser.add_argument("--limit", type=float, default=900, help="seconds for one engine (900)")
+    parser.add_argument(
+        "--limit", type=float, default=900, help="seconds for one engine, its waiting for others included (900)"
+    )
     parser.add_argument("--argument", type=json.loads, default={}, help="JSON of further arguments for every engine")
     made = parser.parse_args(arguments)
     if unknown := set(made.parts) - set(PARTS):

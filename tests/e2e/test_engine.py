@@ -298,10 +298,10 @@ def test_results_of_the_same_build_are_added_to(monkeypatch: pytest.MonkeyPatch,
     options = run.options(["--out", str(out), "--work", str(tmp_path)])
     assert run.Run(options).results["engines"] == {"bf16_tp1": {"loads": True}}
     others = run.options(["--out", str(out), "--work", str(tmp_path), "--argument", '{"moe_backend": "marlin"}'])
-    with pytest.raises(SystemExit, match="holds results of other arguments: name another --out"):
+    with pytest.raises(SystemExit, match="holds results with other arguments: name another --out"):
         run.Run(others)
     monkeypatch.setattr(run, "machine", lambda: machine | {"vllm": "0.33.0"})
-    with pytest.raises(SystemExit, match="holds results of other machine: name another --out"):
+    with pytest.raises(SystemExit, match="holds results of another machine or build: name another --out"):
         run.Run(options)
     assert json.loads(out.read_text()) == known
     for other in ("no JSON", "[]", "{}"):
