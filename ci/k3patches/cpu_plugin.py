@@ -20,7 +20,7 @@ def pytest_collection_finish() -> None:
     # They also collect garbage after every test, half a second each time among all that the imports left: that is
     # set apart, and stays so although they unfreeze what was frozen.
     gc.collect()
-    gc.freeze()
+    garbage.set_aside()
     gc.unfreeze = lambda: None
 
 

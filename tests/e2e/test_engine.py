@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import math
@@ -114,6 +115,21 @@ def test_who_measures_waits_for_who_runs_and_keeps_others_waiting(tmp_path: Path
         executor.submit(start).result(30)
         measuring.result(30)
     assert order == ["rests", "measures", "measured", "runs"]
+
+
+def test_a_turn_lasts_until_its_process_ends(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code = "from engine.turns import Turns; Turns(Path(sys.argv[1])).share(); print(1, flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", f"import sys; from pathlib import Path; {code}", str(tmp_path / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stdout.readline() == b"1\n"
+        with (tmp_path / "lock").open("w") as lock:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            process.stdin.close()
+            process.wait(30)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_who_measures_gives_way_between_rounds(tmp_path: Path) -> None:

@@ -157,8 +157,8 @@ def main() -> None:
         return
     job = json.loads(Path(sys.argv[1]).read_text())
     results = Path(job["results"])
-    start = time.monotonic()
     Turns(Path(job["lock"])).share()
+    start = time.monotonic()
     with serving(sys.executable, job["arguments"], job["gpus"], Path(job["server_log"])) as server:
         if not server.wait(job["limit"]):
             made: dict[str, Any] = {"starts": False}

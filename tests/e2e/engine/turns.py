@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +14,18 @@ _PAUSE = 0.2
 
 
 class Turns:
-    """A lock file that every process of every run on the machine opens; its end gives up what it holds."""
+    """A lock file that every process of every run on the machine opens.
+
+    What it holds is given up by `close` or with the process: an engine goes on using the GPUs when nobody refers to
+    this any more, until its own end.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("w")
+        # No file object, which would be closed together with this.
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT)
 
     def close(self) -> None:
-        self._file.close()
+        os.close(self._file)
 
     def share(self) -> None:
         """Use the GPUs, beside others that do, from when nobody measures."""
