@@ -81,10 +81,9 @@ def rate(field: str, base: float | None) -> Callable[[Result], str]:
         rates = known.get("throughput", {})
         if field not in rates:
             return ""
-        rounds = [each[field] for each in rates.get("rounds", [])]
-        told = [f"{rates[field] / base:.2f}"] if base else []
-        told += [f"{min(rounds):,.0f} to {max(rounds):,.0f}"] if rounds else []
-        return f"{rates[field]:,.0f}" + (f" ({'; '.join(told)})" if told else "")
+        rounds = [each[field] for each in rates["rounds"]]
+        beside = f"{rates[field] / base:.2f}; " if base else ""
+        return f"{rates[field]:,.0f} ({beside}{min(rounds):,.0f} to {max(rounds):,.0f})"
 
     return cell
 
@@ -155,7 +154,8 @@ def page(results: Sequence[Result]) -> str:
         "### Acceptance length\n",
         across(results, "engines", acceptance, drafted),
         "### Throughput, tokens a second\n",
-        "Prefill, in brackets beside the first `bf16` that was timed:\n",
+        "Medians of rounds; in brackets beside the first timed `bf16`, and the slowest and the fastest round.\n",
+        "Prefill:\n",
         across(results, "engines", rate("prefill_tokens_s", base.get("prefill_tokens_s"))),
         "Decode:\n",
         across(results, "engines", rate("decode_tokens_s", base.get("decode_tokens_s"))),

@@ -84,10 +84,42 @@ def test_a_worker_records_every_part(fake: pytest.MonkeyPatch, tmp_path: Path, m
 
 def test_what_is_compiled_at_first_is_not_timed(fake: pytest.MonkeyPatch, tmp_path: Path, model: Path) -> None:
     fake.setenv("FAKE_VLLM", "compiles")
-    tokens = worker.TIMED_PROMPTS * worker.TIMED_LENGTH
     for each in run_worker(tmp_path, model, timed=True)["throughput"]["rounds"]:
-        assert each["first_token_s"] < 1
-        assert tokens / each["prefill_tokens_s"] < 1
+        assert max(each["first_token_s"], each["prefill_s"]) < 1
+
+
+def test_a_round_in_which_the_machine_hesitates_takes_nothing_else_away(
+    fake: pytest.MonkeyPatch, tmp_path: Path, model: Path
+) -> None:
+    fake.setenv("FAKE_VLLM", "hesitates")
+    known = run_worker(tmp_path, model, timed=True)
+    rounds = known["throughput"]["rounds"]
+    slow = [each["first_token_s"] > each["generate_s"] and each["first_token_s"] >= 1 for each in rounds]
+    assert slow == [i == 1 for i in range(worker.TIMED_ROUNDS)]
+    for name in ("prefill_tokens_s", "decode_tokens_s"):
+        assert 0 < known["throughput"][name] <= max(each[name] for i, each in enumerate(rounds) if i != 1)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.01, 9), st.floats(0.01, 0.1), st.floats(0.2, 9)),
+        min_size=worker.TIMED_ROUNDS,
+        max_size=worker.TIMED_ROUNDS,
+    )
+)
+def test_rates_are_those_of_the_round_in_the_middle(rounds: list[tuple[float, float, float]]) -> None:
+    known = worker.rates(
+        [dict(zip(("prefill_s", "first_token_s", "generate_s"), each, strict=True)) for each in rounds]
+    )
+    prefill, first, whole = (sorted(times)[worker.TIMED_ROUNDS // 2] for times in zip(*rounds, strict=True))
+    assert known["prefill_tokens_s"] == pytest.approx(worker.TIMED_PROMPTS * worker.TIMED_LENGTH / prefill)
+    generated = worker.TIMED_PROMPTS * (worker.TIMED_GENERATED - 1)
+    assert known["decode_tokens_s"] == pytest.approx(generated / (whole - first))
+
+
+def test_a_first_token_that_takes_longer_than_all_of_them_is_no_rate() -> None:
+    with pytest.raises(RuntimeError, match=r"128 tokens took 0\.100 s, and the first alone 0\.200 s"):
+        worker.rates([{"prefill_s": 1.0, "first_token_s": 0.2, "generate_s": 0.1}] * 3)
 
 
 def test_who_measures_waits_for_who_runs_and_keeps_others_waiting(tmp_path: Path) -> None:
@@ -433,15 +465,13 @@ def test_a_warning_of_errors_that_may_come_is_none() -> None:
 
 
 def test_a_page_shows_what_became_slower_beside_the_first_build() -> None:
-    engines: list[dict[str, Any]] = [
-        {"bf16_tp1": {"throughput": {"prefill_tokens_s": rate, "decode_tokens_s": rate}}} for rate in (1000, 500)
-    ]
-    lines = report.page([result("0.27.1", engines[0]), result("0.33.0", engines[1])]).splitlines()
-    assert lines.count("| `bf16` | 1,000 (1.00) | 500 (0.50) |") == 2
-    for rates, rounds in ((engines[0], (900, 1100)), (engines[1], (480, 505))):
-        each = [{"prefill_tokens_s": value, "decode_tokens_s": value} for value in rounds]
-        rates["bf16_tp1"]["throughput"]["rounds"] = each
-    lines = report.page([result("0.27.1", engines[0]), result("0.33.0", engines[1])]).splitlines()
+    def engine(rate: int, rounds: tuple[int, ...]) -> dict[str, Any]:
+        names = ("prefill_tokens_s", "decode_tokens_s")
+        each = [dict.fromkeys(names, value) for value in rounds]
+        return {"bf16_tp1": {"throughput": dict.fromkeys(names, rate) | {"rounds": each}}}
+
+    first, second = engine(1000, (900, 1000, 1100)), engine(500, (505, 480, 500))
+    lines = report.page([result("0.27.1", first), result("0.33.0", second)]).splitlines()
     assert lines.count("| `bf16` | 1,000 (1.00; 900 to 1,100) | 500 (0.50; 480 to 505) |") == 2
 
 

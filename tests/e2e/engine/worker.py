@@ -140,8 +140,33 @@ def acceptance_length(before: dict[str, float], after: dict[str, float]) -> floa
     return 1 + accepted / drafts if drafts else None
 
 
+def rates(rounds: list[dict[str, float]]) -> dict[str, Any]:
+    """Tokens a second, of prompts read and of tokens generated after the first: medians, and those of each round.
+
+    ``rounds`` hold seconds: ``prefill_s`` of the long prompts, ``first_token_s`` of the short ones, ``generate_s`` of
+    the short ones with all that is generated.  The first token's median stands for every round: a machine that
+    hesitates for the moment in which one of them is timed takes nothing else away.
+    """
+    first = statistics.median(each["first_token_s"] for each in rounds)
+    shortest = min(each["generate_s"] for each in rounds)
+    if shortest <= first:
+        raise RuntimeError(
+            f"{TIMED_GENERATED} tokens took {shortest:.3f} s, and the first alone {first:.3f} s as a rule"
+        )
+    made = [
+        each
+        | {
+            "prefill_tokens_s": TIMED_PROMPTS * TIMED_LENGTH / each["prefill_s"],
+            "decode_tokens_s": TIMED_PROMPTS * (TIMED_GENERATED - 1) / (each["generate_s"] - first),
+        }
+        for each in rounds
+    ]
+    names = ("prefill_tokens_s", "decode_tokens_s")
+    return {name: statistics.median(each[name] for each in made) for name in names} | {"rounds": made}
+
+
 def throughput(llm: Any, vocabulary: int, reserved: int, turns: Turns) -> dict[str, Any]:
-    """Tokens a second, of prompts read and of tokens generated after the first: medians, and the rounds they are of.
+    """What ``rates`` makes of TIMED_ROUNDS rounds.
 
     Between its rounds the engine gives way to others that are timed, so that a machine that is slow for a while is so
     for all of them.
@@ -161,27 +186,21 @@ def throughput(llm: Any, vocabulary: int, reserved: int, turns: Turns) -> dict[s
         )
         return time.perf_counter() - start
 
-    def shapes() -> tuple[float, float, float]:
-        return seconds(TIMED_LENGTH, 1), seconds(TIMED_SHORT, 1), seconds(TIMED_SHORT, TIMED_GENERATED)
-
     def measured() -> dict[str, float]:
-        prefill, first, whole = shapes()
-        if whole <= first:
-            raise RuntimeError(f"{TIMED_GENERATED} tokens took {whole:.3f} s and the first alone {first:.3f} s")
         return {
-            "first_token_s": first,
-            "prefill_tokens_s": TIMED_PROMPTS * TIMED_LENGTH / prefill,
-            "decode_tokens_s": TIMED_PROMPTS * (TIMED_GENERATED - 1) / (whole - first),
+            "prefill_s": seconds(TIMED_LENGTH, 1),
+            "first_token_s": seconds(TIMED_SHORT, 1),
+            "generate_s": seconds(TIMED_SHORT, TIMED_GENERATED),
         }
 
     with turns.alone():
-        shapes()  # may compile kernels
+        measured()  # may compile kernels
     rounds = []
     for _ in range(TIMED_ROUNDS):
         with turns.alone():
             seconds(TIMED_SHORT, TIMED_SHORT)  # the engine was idle
             rounds.append(measured())
-    return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]} | {"rounds": rounds}
+    return rates(rounds)
 
 
 def run(job: dict[str, Any], results: Results, turns: Turns) -> None:

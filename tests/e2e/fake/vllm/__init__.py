@@ -1,13 +1,15 @@
 """A stand-in for vLLM that answers from a table: what runs engines is tested with it where there is no GPU.
 
 FAKE_VLLM holds, comma-separated, what it does wrong: ``noisy`` log-probabilities, ``forgets`` weights on reload,
-``compiles`` something for long when it is first asked for a single token after a prompt of that length.
+``compiles`` something for long when it is first asked for a single token after a prompt of that length, ``hesitates``
+when it is asked so for the third time.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ import numpy as np
 __version__ = "0.0.1+k3.fake"
 FAULTS = set(filter(None, os.environ.get("FAKE_VLLM", "").split(",")))
 VOCABULARY = 64
+SLOW = 1.0  # s
 
 
 def row(token: int, seed: int = 0) -> np.ndarray:
@@ -44,10 +47,10 @@ class LLM:
     seed: int = 0
     other: dict[str, Any] = field(default_factory=dict)
     drafts: int = 0
-    compiled: set[int] = field(default_factory=set)
+    asked: Counter[int] = field(default_factory=Counter)
 
     def __init__(self, model: str, **arguments: Any) -> None:
-        self.model, self.other, self.seed, self.drafts, self.compiled = model, arguments, 0, 0, set()
+        self.model, self.other, self.seed, self.drafts, self.asked = model, arguments, 0, 0, Counter()
         self.speculative_config = arguments.get("speculative_config")
         if not list(Path(model).glob("*.safetensors")):
             raise ValueError(f"no weights in {model}")
@@ -58,9 +61,12 @@ class LLM:
 
     def generate(self, prompts: list[dict[str, Any]], params: SamplingParams, use_tqdm: bool = True) -> list[Any]:
         length = len(prompts[0]["prompt_token_ids"])
-        if "compiles" in FAULTS and params.max_tokens == 1 and length not in self.compiled:
-            self.compiled.add(length)
-            time.sleep(1)
+        if params.max_tokens == 1:
+            self.asked[length] += 1
+            if ("compiles" in FAULTS and self.asked[length] == 1) or (
+                "hesitates" in FAULTS and self.asked[length] == 3
+            ):
+                time.sleep(SLOW)
         made = []
         for prompt in prompts:
             tokens = list(prompt["prompt_token_ids"])
