@@ -22,7 +22,7 @@ class Turns:
 
     def __init__(self, path: Path) -> None:
         # No file object, which would be closed together with this.
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
     def close(self) -> None:
         os.close(self._file)

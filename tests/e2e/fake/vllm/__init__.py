@@ -20,7 +20,8 @@ import numpy as np
 __version__ = "0.0.1+k3.fake"
 FAULTS = set(filter(None, os.environ.get("FAKE_VLLM", "").split(",")))
 VOCABULARY = 64
-SLOW = 1.0  # s
+# Which time takes a second more.
+SLOW_AT = {"compiles": 1, "hesitates": 3}
 
 
 def row(token: int, seed: int = 0) -> np.ndarray:
@@ -63,10 +64,8 @@ class LLM:
         length = len(prompts[0]["prompt_token_ids"])
         if params.max_tokens == 1:
             self.asked[length] += 1
-            if ("compiles" in FAULTS and self.asked[length] == 1) or (
-                "hesitates" in FAULTS and self.asked[length] == 3
-            ):
-                time.sleep(SLOW)
+            if self.asked[length] in {SLOW_AT[fault] for fault in FAULTS & SLOW_AT.keys()}:
+                time.sleep(1)
         made = []
         for prompt in prompts:
             tokens = list(prompt["prompt_token_ids"])
