@@ -13,6 +13,7 @@ import torch
 from dspark.formats import Format, Tensors
 from k3 import compat as k3_compat
 from k3.modules import CPU, MODEL_DTYPE, poisoned_memory
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -20,6 +21,7 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from . import compat
@@ -115,6 +117,18 @@ class Checkpoint:
         return [self.form.read(tensors) for tensors in self.matrices]
 
 
+class Operations(TorchDispatchMode):
+    """Writes down which operations run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass
 class Layer:
     """A merged layer as one rank holds it."""
@@ -130,6 +144,23 @@ class Layer:
         """Every tensor by its parameter's own loader, then vLLM's post-load steps."""
         with self._context():
             self._fill(checkpoint)
+            process_weights_after_loading(self.module, self.config.model_config, CPU)
+        return self
+
+    def load_fused(self, checkpoint: Checkpoint) -> Layer:
+        """A checkpoint that holds the layer as one matrix, by the loaders that split it."""
+        with self._context():
+            for name, tensor in checkpoint.matrices[0].items():
+                parameter = self.module.get_parameter(name)
+                parameter.weight_loader(parameter, tensor)
+            process_weights_after_loading(self.module, self.config.model_config, CPU)
+        return self
+
+    def load_dummy(self) -> Layer:
+        """Dummy weights, then vLLM's post-load steps, as load_format="dummy" does."""
+        with self._context():
+            for parameter in self.module.parameters():
+                initialize_single_dummy_weight(parameter)
             process_weights_after_loading(self.module, self.config.model_config, CPU)
         return self
 
@@ -152,6 +183,16 @@ class Layer:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         with self._context():
             return self.module(x)[0]
+
+    def kernels_launched(self) -> list[str]:
+        """The operations of one call, of which a captured CUDA graph consists."""
+        with Operations() as operations:
+            self(torch.ones(2, self.shape.cols, dtype=torch.float64))
+        return operations.names
+
+    def tensors(self) -> dict[str, int]:
+        """Where each tensor of the layer lies."""
+        return {name: tensor.data_ptr() for name, tensor in self.module.named_parameters()}
 
     def matrix(self) -> torch.Tensor:
         """float64 [rows, cols] by which the layer multiplies."""
