@@ -22,6 +22,7 @@ pytestmark = [
 NVFP4: tuple[Any, ...] = ()
 BLOCK_FP8: tuple[Any, ...] = ()
 NVFP4_SHAPES: tuple[Any, ...] = ()
+ODD_SHAPES: tuple[Any, ...] = ()
 BLOCK_SHAPES: tuple[Any, ...] = ()
 if torch.cuda.is_available():
     import merged_linear
@@ -31,6 +32,8 @@ if torch.cuda.is_available():
     from merged.layers import Checkpoint, merged, qkv
 
     NVFP4_SHAPES = merged(512, 256, cols=1024), merged(256, 512, 128, cols=1024), qkv(128, 4, 2, cols=1024)
+    # Rows that Marlin pads, and the bias with them.
+    ODD_SHAPES = (merged(96, 48, 32, cols=1024),)
     BLOCK_SHAPES = (
         merged(1536, 576, cols=1024, unsharded=True),
         merged(64, 200, 128, cols=1024, unsharded=True),
@@ -55,6 +58,10 @@ def assert_right(layer: Any, checkpoint: Any) -> None:
     """Each matrix's outputs, so that none hides behind a larger one."""
     x = torch.randn(TOKENS, layer.shape.cols, device="cuda").bfloat16()
     outputs = layer(x).double()
+    if checkpoint.biases is not None:
+        bias = torch.cat(checkpoint.biases).cuda()
+        assert torch.equal(layer(torch.zeros_like(x)), bias.expand(TOKENS, -1)), "not the checkpoint's bias"
+        outputs -= bias.double()
     with torch.device("cpu"):
         matrices = [matrix.cuda() for matrix in checkpoint.read()]
     for index, (got, matrix) in enumerate(
@@ -67,9 +74,9 @@ def assert_right(layer: Any, checkpoint: Any) -> None:
         assert float(rows.max()) < 3 * allowed(checkpoint.form), f"row {int(rows.argmax())} of matrix {index}"
 
 
-def made(form: Any, shape: Any, seed: int, scales: tuple[float, ...] = APART) -> Any:
+def made(form: Any, shape: Any, seed: int, scales: tuple[float, ...] = APART, bias: bool = False) -> Any:
     with torch.device("cpu"):
-        return Checkpoint.random(form, shape, seed, scales[: len(shape.rows)] if form in NVFP4 else ())
+        return Checkpoint.random(form, shape, seed, scales[: len(shape.rows)] if form in NVFP4 else (), bias)
 
 
 CASES = [(form, shape) for form in NVFP4 for shape in NVFP4_SHAPES] + [
@@ -103,3 +110,33 @@ def test_a_reload_brings_the_new_matrices_to_where_the_old_ones_were(form: Any, 
         torch.testing.assert_close(captured, layer(x), rtol=0, atol=0)
         gc.collect()
         assert torch.cuda.memory_allocated() - held < sum(p.numel() for p in layer.module.parameters())
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (0.5, 0.25, 1.0), APART], ids=str)
+@pytest.mark.parametrize(
+    ("form", "shape"), [(form, shape) for form in NVFP4 for shape in NVFP4_SHAPES + ODD_SHAPES], ids=str
+)
+def test_a_bias_is_added_in_the_checkpoints_order(form: Any, shape: Any, scales: tuple[float, ...]) -> None:
+    checkpoint = made(form, shape, 1, scales, bias=True)
+    with merged_linear.loaded(checkpoint, shape) as layer:
+        assert_right(layer, checkpoint)
+
+
+@pytest.mark.parametrize("scales", [(0.5, 0.5, 0.5), (0.5, 0.25, 1.0)], ids=str)
+@pytest.mark.parametrize(("form", "shape"), [(form, shape) for form in NVFP4 for shape in NVFP4_SHAPES], ids=str)
+def test_real_weights_after_dummy_ones_are_right_in_the_captured_graph(
+    form: Any, shape: Any, scales: tuple[float, ...]
+) -> None:
+    with merged_linear.built(form, shape) as layer:
+        layer.load_dummy()
+        x = torch.randn(16, shape.cols, device="cuda").bfloat16()
+        layer(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = layer(x)
+        checkpoint = made(form, shape, 2, scales)
+        layer.reload(checkpoint)
+        assert_right(layer, checkpoint)
+        graph.replay()
+        torch.testing.assert_close(captured, layer(x), rtol=0, atol=0)
