@@ -2,8 +2,17 @@
 
 Kernels run a merged layer under one global scale, and checkpoints may have one for each matrix: in every NVFP4 format
 that vLLM loads, on every rank, with a bias and after reloading, the layer is the checkpoint's matrices, and its inputs
-have the room that the widest calibration gave them. A global scale that is missing, zero or not finite is refused by
-the layer's name and its own.
+have the room that the widest calibration gave them. Matrices that the checkpoint lacks have no say, and no more has a
+matrix of zeros; FP16 results that are finite stay finite. Scales that group scales can take up exactly cost nothing.
+
+A layer keeps the operations that it was first loaded with, which CUDA graphs have captured: one that had dummy weights
+or a common scale may round group scales where a later checkpoint's scales differ.
+
+What is refused, by the layer's name and its own:
+
+- A global scale that is missing, zero or not finite, of a matrix that the checkpoint holds and that is not all zeros: a
+  truncated or badly converted checkpoint, or names that do not map. Stock multiplies by what memory held, or makes the
+  layer's outputs NaN, infinite or zero.
 """
 
 from __future__ import annotations
