@@ -4,12 +4,26 @@ A user whose config lists a linear layer as FP8_PB_WO gets that layer with E4M3 
 whichever of the two config files says so, under every prefix that the loader meets, in upper or lower case, and
 for a merged layer when all its shards are listed. What the config excludes stays in the model's dtype, routed
 experts keep their own method, and a merged layer whose shards disagree is an error that names the layer, the
-shards and the algorithms: nothing is cast in silence.
+shards and the algorithms: nothing is cast in silence. A config that stock understands is understood as on stock, in
+no more time.
+
+What is refused, which checkpoint meets it, and why stock is wrong there:
+
+- A merged layer of two algorithms: q_proj FP8 and k_proj NVFP4. Stock refuses it too.
+- A merged layer of which a shard is excluded, or listed as unquantized, and another is quantized: an in_proj_qkvgfab
+  whose b_proj was kept in BF16. Stock takes the others' algorithm for all, and casts the BF16 numbers into FP8 under
+  a scale that was never loaded.
+- An unquantized tensor for a shard that is neither listed nor excluded, of an FP8, MXFP8 or FP8_PB_WO layer: the same
+  checkpoint with an incomplete config. Refused when the tensor, or no scale, arrives: before that it may be absent.
+- A linear layer or routed experts of an algorithm that has no method (on 0.27.1 FP8_PER_CHANNEL_PER_TOKEN, anywhere a
+  future one): stock builds the layer unquantized, so that codes become numbers without a scale.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +35,8 @@ from k3.checkpoint import ALGORITHM, Checkpoint, Geometry, block_quantized, hf_q
 from k3.errors import assert_named, refuses
 from k3.reference import assert_columns, dequantize, tokens
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
+from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear
+from vllm.model_executor.layers.quantization import modelopt
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 pytest_plugins = ("k3.fixtures",)
@@ -117,11 +132,105 @@ def test_a_merged_layer_of_amds_model_is_block_fp8(config: VllmConfig, layer: st
 
 
 @pytest.mark.parametrize(("layer", "missing"), ONE_SHARD_OFF)
-def test_a_merged_layer_with_a_shard_not_listed_is_refused(config: VllmConfig, layer: str, missing: str) -> None:
+def test_an_unquantized_shard_that_is_not_listed_is_refused(config: VllmConfig, layer: str, missing: str) -> None:
     listed = {f"language_model.model.{shard}": ALGORITHM for shard in MERGED[layer] if shard != missing}
     with refuses() as refused:
+        built = merged(config, quantization_config(listed), f"language_model.model.{layer}", len(MERGED[layer]))
+        for index, shard in enumerate(MERGED[layer]):
+            weight, scale = block_quantized(128, COLS, torch.Generator().manual_seed(index))
+            if shard == missing:
+                built.load("weight", torch.ones(128, COLS, dtype=modules.MODEL_DTYPE), index)
+            else:
+                built.load("weight", weight, index)
+                built.load("weight_scale", scale, index)
+        built.finish()
+    assert_named(refused.value, missing.rpartition(".")[2])
+
+
+@pytest.mark.parametrize(("layer", "missing"), ONE_SHARD_OFF)
+def test_a_quantized_shard_that_is_not_listed_is_served(config: VllmConfig, layer: str, missing: str) -> None:
+    listed = {f"language_model.model.{shard}": ALGORITHM for shard in MERGED[layer] if shard != missing}
+    built = merged(config, quantization_config(listed), f"language_model.model.{layer}", len(MERGED[layer]))
+    rows = []
+    for index in range(len(MERGED[layer])):
+        weight, scale = block_quantized(128, COLS, torch.Generator().manual_seed(index))
+        built.load("weight", weight, index)
+        built.load("weight_scale", scale, index)
+        rows.append(dequantize(weight, scale))
+    built.finish()
+    x = tokens(3, COLS)
+    assert_columns(built(x), x @ torch.cat(rows).T, layer)
+
+
+def qkv(config: VllmConfig, quant: Any, prefix: str) -> modules.Linear:
+    """An attention's merged projection: one head of 128 for each of q, k and v."""
+    return modules.linear(config, QKVParallelLinear, quant, COLS, 128, 1, prefix=prefix)
+
+
+@pytest.mark.parametrize("listed", [("q_proj",), ("q_proj", "k_proj")])
+@pytest.mark.parametrize("algorithm", [ALGORITHM, "FP8", "MXFP8"])
+def test_shards_that_no_checkpoint_holds_are_absent(
+    config: VllmConfig, algorithm: str, listed: tuple[str, ...]
+) -> None:
+    # Attention that shares its keys and values with another layer has only q_proj.
+    quantization = quantization_config({f"model.{ATTENTION}{name}": algorithm for name in listed})
+    built = qkv(config, modules.mixed_config(quantization), f"model.{ATTENTION}qkv_proj")
+    assert built.layer.weight.dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("shard", ["k", "v"])
+@pytest.mark.parametrize("algorithm", ["FP8", "MXFP8"])
+def test_an_unquantized_shard_of_another_format_is_refused(config: VllmConfig, algorithm: str, shard: str) -> None:
+    name = f"model.{ATTENTION}qkv_proj"
+    quant = modules.mixed_config(quantization_config({f"model.{ATTENTION}q_proj": algorithm}))
+    built = qkv(config, quant, name)
+    parameter = built.layer.weight
+    with torch.no_grad():
+        parameter.weight_loader(parameter, torch.zeros(128, COLS).to(torch.float8_e4m3fn), "q")
+        with refuses() as refused:
+            parameter.weight_loader(parameter, torch.ones(128, COLS, dtype=modules.MODEL_DTYPE), shard)
+    assert_named(refused.value, name)
+
+
+def test_a_layer_built_without_a_shard_of_its_class_is_dispatched(config: VllmConfig) -> None:
+    # The class's mapping ends with an indexer's projection that this layer, or a config, does without.
+    listed = {f"model.{ATTENTION}{name}_proj": ALGORITHM for name in "qkv"}
+    quant = modules.mixed_config(quantization_config(listed, ignore=("*indexer*",)))
+    quant.packed_modules_mapping["qkv_proj"] = ["q_proj", "k_proj", "v_proj", "indexer.index_qk_proj"]
+    assert is_block_fp8(qkv(config, quant, f"model.{ATTENTION}qkv_proj").layer)
+
+
+def test_a_model_that_maps_a_merged_layer_to_itself_is_dispatched(config: VllmConfig) -> None:
+    listed = {f"model.{ATTENTION}{name}_proj": ALGORITHM for name in "qkv"}
+    quant = modules.mixed_config(quantization_config(listed))
+    quant.packed_modules_mapping["qkv_proj"] = ["qkv_proj"]
+    assert is_block_fp8(qkv(config, quant, f"model.{ATTENTION}qkv_proj").layer)
+    excluded = modules.mixed_config(quantization_config(listed, ignore=tuple(listed)))
+    excluded.packed_modules_mapping["qkv_proj"] = ["qkv_proj"]
+    assert qkv(config, excluded, f"model.{ATTENTION}qkv_proj").layer.weight.dtype == modules.MODEL_DTYPE
+
+
+@pytest.mark.parametrize("word", ["UNQUANTIZED", "NONE", "none"])
+def test_a_layer_listed_as_unquantized_keeps_the_model_dtype(config: VllmConfig, word: str) -> None:
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    listed = {f"model.{ATTENTION}{name}": word for name in names} | {"model.layers.4.self_attn.o_proj": ALGORITHM}
+    quantization = quantization_config(listed | {"model.layers.3.mlp.experts.0.w1": word})
+    assert column(config, quantization, f"model.{ATTENTION}o_proj").layer.weight.dtype == modules.MODEL_DTYPE
+    quant = modules.mixed_config(quantization)
+    assert qkv(config, quant, f"model.{ATTENTION}qkv_proj").layer.weight.dtype == modules.MODEL_DTYPE
+    assert compat.routed_experts_method(quant, "model.layers.3.mlp.experts") is None
+
+
+@pytest.mark.parametrize("word", ["UNQUANTIZED", "NONE"])
+@pytest.mark.parametrize(("layer", "odd"), ONE_SHARD_OFF)
+def test_a_merged_layer_with_a_shard_listed_as_unquantized_is_refused(
+    config: VllmConfig, layer: str, odd: str, word: str
+) -> None:
+    listed = {f"language_model.model.{shard}": ALGORITHM for shard in MERGED[layer]}
+    listed[f"language_model.model.{odd}"] = word
+    with refuses() as refused:
         merged(config, quantization_config(listed), f"language_model.model.{layer}", len(MERGED[layer]))
-    assert_named(refused.value, layer, missing.rpartition(".")[2], ALGORITHM)
+    assert_named(refused.value, layer, odd.rpartition(".")[2], ALGORITHM)
 
 
 @pytest.mark.parametrize("other", ["NVFP4", "MXFP8", "FP8"])
@@ -188,6 +297,138 @@ def test_attention_does_not_decide_for_routed_experts(config: VllmConfig) -> Non
     listed = quantization_config({f"language_model.model.{ATTENTION}q_b_proj": ALGORITHM})
     experts = "language_model.model.layers.3.block_sparse_moe.experts"
     assert compat.routed_experts_method(modules.mixed_config(listed), experts) is None
+
+
+@pytest.mark.parametrize("algorithm", [ALGORITHM, "FP8", "NVFP4", "MXFP8"])
+@pytest.mark.parametrize("beside", ["shared_experts.gate_proj", "shared_expert.up_proj", "gate", "fc1_latent_proj"])
+def test_what_stands_beside_routed_experts_does_not_decide_for_them(
+    config: VllmConfig, beside: str, algorithm: str
+) -> None:
+    listed = quantization_config({f"model.layers.3.mlp.{beside}": algorithm})
+    assert compat.routed_experts_method(modules.mixed_config(listed), "model.layers.3.mlp.experts") is None
+
+
+@pytest.mark.parametrize("names", [("gate_proj", "up_proj"), ("shared_experts.up_proj", "experts.7.up_proj")])
+def test_experts_listed_under_their_parent_or_after_others_are_found(
+    config: VllmConfig, names: tuple[str, ...]
+) -> None:
+    first, last = (f"model.layers.3.moe.{name}" for name in names)
+    listed = quantization_config({first: "NVFP4" if "shared" not in first else "FP8", last: "NVFP4"})
+    method = compat.routed_experts_method(modules.mixed_config(listed), "model.layers.3.moe.experts")
+    assert method == compat.EXPERT_METHODS["NVFP4"]
+
+
+def test_lists_that_are_assigned_later_count(config: VllmConfig) -> None:
+    # As an MTP draft does that has layer numbers of its own.
+    quant = modules.mixed_config(quantization_config({"model.layers.0.mlp.experts.0.w1": "NVFP4"}, ignore=("*.9.*",)))
+    assert compat.routed_experts_method(quant, "model.layers.5.mlp.experts") is None
+    assert quant.is_layer_excluded("model.layers.9.mlp.up_proj")
+    quant.quantized_layers = {"model.layers.5.mlp.experts.0.w1": {"quant_algo": "MXFP8"}}
+    quant.exclude_modules = ["*.8.*"]
+    method = compat.routed_experts_method(quant, "model.layers.5.mlp.experts")
+    assert method == compat.EXPERT_METHODS["MXFP8"]
+    assert compat.routed_experts_method(quant, "model.layers.0.mlp.experts") is None
+    assert not quant.is_layer_excluded("model.layers.9.mlp.up_proj")
+    quant.quantized_layers["model.layers.6.mlp.experts.0.w1"] = {"quant_algo": "NVFP4"}
+    quant.exclude_modules.append("*.9.*")
+    method = compat.routed_experts_method(quant, "model.layers.6.mlp.experts")
+    assert method == compat.EXPERT_METHODS["NVFP4"]
+    assert quant.is_layer_excluded("model.layers.9.mlp.up_proj")
+
+
+NAMES = (
+    "model.layers.1.self_attn.q_proj",
+    "model.layers.11.self_attn.o_proj",
+    "language_model.model.layers.1.mlp.down_proj",
+    "model.layers.1.mlp.experts",
+    "model.layers.1.mlp.shared_experts.down_proj",
+    "vision_tower.blocks.1.attn.proj",
+    "model.visual.layers.1.attn.proj",
+    "lm_head",
+)
+PATTERNS = (
+    "*",
+    "",
+    "lm_head",
+    "*lm_head",
+    "model.layers.1",
+    "model.layers.1.*",
+    "layers.1.",
+    "*.self_attn.*",
+    "*self_attn.[qk]_proj",
+    "*self_attn.[!qk]_proj",
+    "model.layers.?.*_proj",
+    "model.*.1.*.q*",
+    "*proj",
+    "model.layers.1.mlp.experts.0.w1",
+    "model.layers.1.mlp.experts*",
+    "*.shared_experts.*",
+    "vision_tower*",
+    "model.visual",
+    "self_attn[",
+)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_exclusion_patterns_mean_what_they_mean_elsewhere(config: VllmConfig, pattern: str) -> None:
+    quantization = quantization_config({"model.layers.0.mlp.up_proj": "FP8"}, ignore=(pattern, "*.nowhere"))
+    quant = modules.mixed_config(quantization)
+    for name in NAMES:
+        stock = modelopt.ModelOptQuantConfigBase.is_layer_excluded(quant, name)
+        # A name of the text model may also be excluded where the text model stands elsewhere.
+        elsewhere = name.removeprefix("language_model.")
+        same = elsewhere == name or not quant.is_layer_excluded(elsewhere)
+        assert quant.is_layer_excluded(name) == stock or (not stock and not same), (name, pattern)
+
+
+@pytest.mark.parametrize("pattern", ["tower.blocks.{}.proj", "*.blocks.{}.proj", "tower.blocks.{}.*", "model.*.t{}.*"])
+def test_choosing_the_methods_takes_no_longer_than_stock(config: VllmConfig, pattern: str) -> None:
+    names = [f"language_model.model.layers.{block}.self_attn.qkv_proj" for block in range(40)]
+    ignore = tuple(pattern.format(1000 + index) for index in range(1000))
+    listed = {name.replace("qkv_proj", shard): "FP8" for name in names for shard in ("q_proj", "k_proj", "v_proj")}
+    quant = modules.mixed_config(quantization_config(listed, ignore=ignore))
+    layer = torch.nn.Identity()
+
+    def stock() -> None:
+        for name in names:
+            modelopt.ModelOptQuantConfigBase.is_layer_excluded(quant, name)
+
+    def taken(work: Callable[[], object]) -> float:
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+
+    stock()  # compiles the patterns
+    # Twice stock's, so that no hiccup counts: tested for each shard in each form, they would take eight times as long.
+    assert taken(lambda: [quant.get_quant_method(layer, name) for name in names]) < 2 * min(taken(stock) for _ in "ab")
+
+
+def test_a_checkpoint_without_such_layers_is_not_called_one(config: VllmConfig) -> None:
+    seen: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(modelopt.__name__)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        modules.mixed_config(quantization_config({"model.layers.0.mlp.up_proj": "FP8"}))
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert not [message for message in seen if ALGORITHM in message]
+
+
+def test_every_linear_algorithm_resolves_for_a_config_that_knows_no_model(config: VllmConfig) -> None:
+    if not hasattr(modelopt, "resolve"):
+        pytest.skip("this release has a method class for each algorithm")
+
+    class Bare:
+        group_size = 16
+
+    for algorithm in modelopt.LINEAR_ALGOS:
+        spec, _, _ = modelopt.resolve(algorithm, Bare(), "layer")
+        assert spec.weight is not None, algorithm
 
 
 @pytest.mark.parametrize("files", ["config.json", "hf_quant_config.json", "both"])
