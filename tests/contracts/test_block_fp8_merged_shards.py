@@ -10,7 +10,9 @@ Layers that tensor parallelism cuts inside a block are no part of this.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from k3.errors import assert_named, refuses
 from k3.properties import examples
-from merged import kernels
+from merged import compat, kernels, marlin
 from merged.formats import BLOCK_FP8, block_scale
 from merged.layers import PREFIX, SIZES, Bench, Checkpoint, Layer, Shape, merged, qkv
 
@@ -121,10 +123,75 @@ def test_a_bias_belongs_to_the_layers_rows(bench: Bench, form: Format, shape: Sh
 
 @every_format
 @pytest.mark.parametrize("shape", PARTIAL, ids=str)
-def test_the_kernel_is_told_of_every_row_that_it_runs(bench: Bench, form: Format, shape: Shape) -> None:
-    """Kernels take the number of rows from the layer, and read finite numbers under finite scales."""
+def test_a_kernel_reads_finite_numbers_only(bench: Bench, form: Format, shape: Shape) -> None:
+    """In padding too, under finite scales."""
     checkpoint = Checkpoint.random(form, shape, 1)
     layer = bench.load(checkpoint, shape, kernels=kernels.STRICT_BLOCKS)
+    assert_right(layer, checkpoint)
+
+
+@every_format
+@pytest.mark.parametrize("shape", [*PARTIAL, WHOLE[0]], ids=str)
+def test_the_layers_width_is_its_outputs(bench: Bench, form: Format, shape: Shape) -> None:
+    """LoRA, among others, takes it from the layer, before and after loading."""
+    checkpoint = Checkpoint.random(form, shape, 1)
+    layer = bench.build(form, shape)
+    for load in (lambda: None, lambda: layer.load(checkpoint), lambda: layer.reload(checkpoint)):
+        load()
+        assert layer.module.output_size_per_partition == sum(shape.rows)
+        assert sum(layer.module.logical_widths) == sum(shape.rows)
+
+
+def assert_right_on_marlin(layer: Layer, checkpoint: Checkpoint) -> None:
+    shape, matrix = layer.shape, torch.cat(checkpoint.read())
+    bias = torch.cat(checkpoint.biases).double() if checkpoint.biases else torch.zeros(len(matrix))
+    assert layer.module.output_size_per_partition == len(matrix)
+    assert torch.equal(layer(torch.zeros(3, shape.cols, dtype=torch.float64)), bias.double().expand(3, -1))
+    off = (layer(torch.eye(shape.cols, dtype=torch.float64)).T - bias[:, None] - matrix).abs()
+    assert bool((off <= marlin.ROUNDING * matrix.abs() + 1e-12 * bias.abs()[:, None]).all())
+
+
+@every_format
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [*PARTIAL, WHOLE[0]], ids=str)
+def test_marlin(bench: Bench, form: Format, shape: Shape, bias: bool) -> None:
+    """Its preparation permutes the layer's bias, and both it and the kernel take the layer's width from the layer."""
+    if not marlin.reads(block_scale(form)):
+        pytest.skip("this release's Marlin kernel looks for scales by another name")
+    checkpoint = Checkpoint.random(form, shape, 1, bias=bias)
+    with marlin.on_cpu():
+        layer = bench.load(checkpoint, shape, kernels=marlin.MARLIN)
+        assert_right_on_marlin(layer, checkpoint)
+        for seed in () if bias else (2, 3):
+            checkpoint = Checkpoint.random(form, shape, seed)
+            layer.reload(checkpoint)
+            assert_right_on_marlin(layer, checkpoint)
+
+
+@pytest.mark.parametrize("kind", [kernels.STRICT_BLOCKS, marlin.MARLIN], ids=["blocks", "Marlin"])
+def test_weights_that_were_stored_as_the_kernel_reads_them(bench: Bench, kind: dict[str, Callable[..., Any]]) -> None:
+    """A cache of processed weights: their own step is not run again."""
+    if not compat.has_weight_cache():
+        pytest.skip("this release has none")
+    shape = PARTIAL[3]
+    checkpoint = Checkpoint.random(formats.FP8_DEEPSEEK, shape, 1, bias=True)
+    with marlin.on_cpu():
+        written = bench.load(checkpoint, shape, kernels=kind)
+        read = bench.build(formats.FP8_DEEPSEEK, shape, bias=True, kernels=kind)
+        read.load_processed(dict(written.module.named_parameters()))
+        x = torch.eye(shape.cols, dtype=torch.float64)
+        assert torch.equal(read(x), written(x))
+    assert read.module.output_size_per_partition == sum(shape.rows)
+
+
+@every_format
+@pytest.mark.parametrize("shape", [WHOLE[0], WHOLE[3]], ids=str)
+def test_methods_that_create_the_weights_themselves(bench: Bench, form: Format, shape: Shape) -> None:
+    """As those of plugins do that subclass vLLM's."""
+    checkpoint = Checkpoint.random(form, shape, 1)
+    with compat.own_create_weights(block_scale(form)):
+        layer = bench.build(form, shape)
+    layer.load(checkpoint)
     assert_right(layer, checkpoint)
 
 

@@ -15,14 +15,19 @@ import pytest
 import torch
 from k3 import kernels, modules
 from k3.checkpoint import BLOCK, block_quantized
+from k3.errors import assert_named, refuses
 from k3.reference import assert_columns, dequantize, share, tokens
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
+    MinimaxM3QKVParallelLinearWithIndexer,
+    QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 
 pytest_plugins = ("k3.fixtures",)
 
@@ -114,3 +119,117 @@ def test_the_step_runs_again_when_weights_are_reloaded(config: VllmConfig, kind:
         built.reload(*loads(kind, held))
         assert len(built.log.post_loads_of(built.layer)) == times
         assert_computes(built, kind, held)
+
+
+QKV = "model.layers.3.self_attn.qkv_proj"
+HEADS, KV_HEADS = 4, 2
+Held = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+def qkv(config: VllmConfig, kernel: type, size: int) -> modules.Linear:
+    """An attention's merged projection, on the last of `size` ranks."""
+    quant = modules.block_fp8_config()
+    quant.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    args = COLS, BLOCK, HEADS, KV_HEADS
+    return modules.linear(config, QKVParallelLinear, quant, *args, size=size, rank=size - 1, kernel=kernel, prefix=QKV)
+
+
+def heads(seed: int, **rows: int) -> Held:
+    """One random matrix for each of these numbers of heads."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: block_quantized(BLOCK * count, COLS, generator) for name, count in rows.items()}
+
+
+def shard_loads(held: Held, *without: tuple[str, str]) -> list[tuple[str, torch.Tensor, str]]:
+    """The same as (parameter, tensor, shard)."""
+    return [
+        (name, tensor, shard)
+        for shard, matrix in held.items()
+        for name, tensor in zip(("weight", "weight_scale"), matrix, strict=True)
+        if (shard, name) not in without
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_layer_that_reads_anothers_kv_needs_no_k_and_v(config: VllmConfig, kernel: type, size: int) -> None:
+    """As the last layers of Gemma-3n and Gemma-4 E2B and E4B: what is in no file is read by nobody."""
+    built = qkv(config, kernel, size)
+    x, rows = tokens(3, COLS), HEADS * BLOCK // size
+    for seed in (1, 2):
+        held = heads(seed, q=HEADS)
+        if seed == 1:
+            for load in shard_loads(held):
+                built.load(*load)
+            built.finish()
+        else:
+            built.reload(*shard_loads(held))
+        out = built(x)
+        assert_columns(out[:, :rows], x @ dequantize(*held["q"])[-rows:].T, "q")
+        assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("without", [("q", "weight_scale"), ("k", "weight_scale"), ("v", "weight_scale")])
+def test_a_matrix_without_its_scales_is_refused(config: VllmConfig, kernel: type, without: tuple[str, str]) -> None:
+    built = qkv(config, kernel, 1)
+    held = heads(1, q=HEADS, k=KV_HEADS, v=KV_HEADS)
+    with refuses() as refused:
+        for load in shard_loads(held, without):
+            built.load(*load)
+        built.finish()
+    assert_named(refused.value, QKV.removesuffix("qkv_proj") + without[0] + "_proj.weight_scale")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_layers_with_weight_loaders_of_their_own(config: VllmConfig, kernel: type, size: int) -> None:
+    """MiniMax-M3's projection has an indexer beside q, k and v."""
+    rank = size - 1
+    make, args = MinimaxM3QKVParallelLinearWithIndexer, (COLS, BLOCK, HEADS, KV_HEADS, KV_HEADS, BLOCK)
+    built = modules.linear(
+        config, make, modules.block_fp8_config(), *args, size=size, rank=rank, kernel=kernel, prefix=QKV
+    )
+    held = heads(1, q=HEADS, k=KV_HEADS, v=KV_HEADS, index_q=KV_HEADS, index_k=1)
+    for load in shard_loads(held):
+        built.load(*load)
+    built.finish()
+    x = tokens(3, COLS)
+    full = {name: dequantize(*matrix) for name, matrix in held.items()}
+    mine = [full[name][share(len(full[name]), size, rank)] for name in ("q", "k", "v", "index_q")]
+    assert_columns(built(x), torch.cat([x @ matrix.T for matrix in (*mine, full["index_k"])], -1), "qkv")
+
+
+def test_dummy_weights_first_and_real_ones_later(config: VllmConfig, kind: str, kernel: type) -> None:
+    """The dummy loader may fill one model beside another that is loaded, as a draft's draft_load_config says."""
+    built = build(config, kind, kernel)
+    for parameter in built.layer.parameters():
+        initialize_single_dummy_weight(parameter)
+    built.finish()
+    held = matrices(kind, 2)
+    built.reload(*loads(kind, held))
+    assert_computes(built, kind, held)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0])
+def test_zeros_under_a_scale_of_zero_are_zeros(config: VllmConfig, kind: str, kernel: type, scale: float) -> None:
+    """So do quantizers write them that divide a block by its largest number."""
+    built, held = build(config, kind, kernel), matrices(kind, 1)
+    for weight, scales in held:
+        weight[-BLOCK:, :BLOCK] = 0
+        scales[-1, 0, 0, 0] = scale
+    for load in loads(kind, held):
+        built.load(*load)
+    built.finish()
+    assert_computes(built, kind, held)
+    assert torch.isfinite(built(tokens(3, COLS // 2 if kind == "row" else COLS))).all()
+
+
+def test_a_head_that_is_tied_to_the_embedding(config: VllmConfig, kernel: type) -> None:
+    """Such a head has the embedding's weight, which is in no block-FP8 format, and no scales."""
+    head = modules.linear(config, ParallelLMHead, modules.block_fp8_config(), ROWS, COLS, kernel=kernel)
+    embedding = modules.linear(config, lambda *a, bias, **k: VocabParallelEmbedding(*a, **k), None, ROWS, COLS)
+    weight = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(1))
+    embedding.load("weight", weight)
+    head.layer = head.layer.tie_weights(embedding.layer)
+    head.finish()
+    x = tokens(3, COLS).bfloat16()
+    out = head.layer.quant_method.apply(head.layer, x)
+    torch.testing.assert_close(out, x @ weight.bfloat16().T, rtol=2e-2, atol=2e-1)

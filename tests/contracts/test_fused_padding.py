@@ -26,9 +26,9 @@ from k3.errors import assert_named, refuses
 from k3.properties import examples
 from k3.reference import Oracle, assert_columns, dequantize, share, tokens
 from k3.sweep import Sweep
+from merged import marlin
 from safetensors import safe_open
 from vllm.config import VllmConfig
-from vllm.model_executor.kernels.linear import MarlinFP8ScaledMMLinearKernel
 from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
 
 pytest_plugins = ("k3.fixtures",)
@@ -316,16 +316,16 @@ def test_a_layer_that_was_never_loaded_is_refused(config: VllmConfig) -> None:
     assert_named(refused.value, "layers.1.self_attn.fused_qkv_a_proj", "weight")
 
 
-class _Marlin(MarlinFP8ScaledMMLinearKernel):
-    """vLLM's own kernel for GPUs without FP8, as it is chosen for block scales there."""
-
-    def __init__(self, log: kernels.Log) -> None:
-        self.block_quant, self.size_k_first, self.marlin_input_dtype = True, False, None
-
-
-@pytest.mark.parametrize("widths", [MLA_WIDTHS, (256, 128)])
-def test_a_kernel_that_cannot_read_the_layer_is_refused_by_name(config: VllmConfig, widths: tuple[int, ...]) -> None:
-    with refuses() as refused:
-        loaded(config, widths, _Marlin)
-    assert_named(refused.value, "layers.1.self_attn.fused_qkv_a_proj")
-    assert_named(refused.value, "Marlin")
+@pytest.mark.parametrize("widths", [MLA_WIDTHS, (256, 128), (100, 200), (96,)])
+def test_marlin(config: VllmConfig, widths: tuple[int, ...]) -> None:
+    """vLLM's own kernel for GPUs without FP8, below compute capability 8.9: it keeps scales by row, in BF16."""
+    with marlin.on_cpu():
+        built = loaded(config, widths, marlin.MarlinKernel)
+        for seed in (1, 2, 3):
+            held = shards(widths, seed)
+            if seed > 1:
+                built.reload(*loads(held))
+            matrix = torch.cat([dequantize(*part) for part in held])
+            off = (built(torch.eye(COLS, dtype=torch.float64)).T - matrix).abs()
+            assert bool((off <= marlin.ROUNDING * matrix.abs()).all())
+    assert built.layer.output_size_per_partition == sum(widths)

@@ -13,6 +13,7 @@ from dspark import kernels
 from dspark.formats import NVFP4_GROUP, e2m1
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear as MergedColumnParallelLinear
 from vllm.model_executor.layers.linear import QKVParallelLinear as QKVParallelLinear
+from vllm.model_executor.parameter import BlockQuantScaleParameter, ModelWeightParameter
 
 QUANTIZATION = "vllm.model_executor.layers.quantization"
 LINEAR_METHODS = (
@@ -72,4 +73,48 @@ def without_gpu(others: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
             for chooser, stand_in in {**CHOOSERS, **others}.items():
                 if hasattr(module, chooser):
                     enter(mock.patch.object(module, chooser, stand_in))
+        yield
+
+
+def has_weight_cache() -> bool:
+    """Whether this release can load weights as kernels read them."""
+    return hasattr(importlib.import_module("vllm.model_executor.utils"), "weights_already_processed")
+
+
+def weights_already_processed() -> contextlib.AbstractContextManager[None]:
+    """What vLLM's loader of such weights says while it works."""
+    return importlib.import_module("vllm.model_executor.utils").weights_already_processed()
+
+
+@contextlib.contextmanager
+def own_create_weights(scale: str) -> Iterator[None]:
+    """While this holds, methods for block FP8 create plain weights, as a subclass might that overrides the step."""
+
+    def create_weights(
+        self: Any,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        params_dtype: torch.dtype,
+        weight_loader: Callable[..., None],
+        **_: Any,
+    ) -> None:
+        rows, cols = sum(output_partition_sizes), input_size_per_partition
+        layer.logical_widths, layer.output_size_per_partition = output_partition_sizes, rows
+        layer.input_size_per_partition, layer.orig_dtype = cols, params_dtype
+        layer.weight_block_size = [128, 128]
+        common = {"input_dim": 1, "output_dim": 0, "weight_loader": weight_loader}
+        weight = torch.empty(rows, cols, dtype=torch.float8_e4m3fn)
+        layer.register_parameter("weight", ModelWeightParameter(data=weight, **common))
+        scales = torch.empty(-(-rows // 128), -(-cols // 128), dtype=torch.float32)
+        layer.register_parameter(scale, BlockQuantScaleParameter(data=scales, **common))
+        self.fp8_linear = kernels.BlockKernel()
+
+    with contextlib.ExitStack() as stack:
+        for module, method in (
+            ("fp8", "Fp8LinearMethod"),
+            ("compressed_tensors.schemes.compressed_tensors_w8a8_fp8", "CompressedTensorsW8A8Fp8"),
+        ):
+            kind = getattr(importlib.import_module(f"{QUANTIZATION}.{module}"), method)
+            stack.enter_context(mock.patch.object(kind, "create_weights", create_weights))
         yield

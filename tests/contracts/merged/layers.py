@@ -171,6 +171,15 @@ class Layer:
             self._fill(checkpoint)
             finalize_layerwise_reload(self.module, self.config.model_config)
 
+    def load_processed(self, stored: dict[str, torch.Tensor]) -> None:
+        """The parameters of a loaded layer, as a cache of processed weights hands them over."""
+        with self._context(), compat.weights_already_processed():
+            for name in [name for name, _ in self.module.named_parameters()]:
+                delattr(self.module, name)
+            for name, tensor in stored.items():
+                self.module.register_parameter(name, torch.nn.Parameter(tensor.data.clone(), requires_grad=False))
+            process_weights_after_loading(self.module, self.config.model_config, CPU)
+
     def _fill(self, checkpoint: Checkpoint) -> None:
         for index, (shard, tensors) in enumerate(zip(self.shape.shards, checkpoint.matrices, strict=True)):
             every = dict(tensors)
