@@ -10,19 +10,21 @@ throughout, with whole blocks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from k3 import kernels, modules
 from k3.checkpoint import BLOCK, block_quantized
 from k3.reference import assert_columns, dequantize, share, tokens
-from vllm.config import VllmConfig
+from vllm.config import LoadConfig, VllmConfig
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
 )
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 pytest_plugins = ("k3.fixtures",)
 
@@ -114,3 +116,15 @@ def test_the_step_runs_again_when_weights_are_reloaded(config: VllmConfig, kind:
         built.reload(*loads(kind, held))
         assert len(built.log.post_loads_of(built.layer)) == times
         assert_computes(built, kind, held)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_dummy_weights_are_no_fault_whatever_the_target_loads(
+    config: VllmConfig, kind: str, kernel: type, load_format: str
+) -> None:
+    # draft_load_config={"load_format": "dummy"}: what is configured while the draft is built is how the target loads.
+    beside = replace(config, load_config=LoadConfig(load_format=load_format))
+    built = build(beside, kind, kernel)
+    DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(built.layer, beside.model_config)
+    built.finish()
+    assert bool(built(tokens(3, COLS // SIZE if kind == "row" else COLS)).isfinite().all())
