@@ -4,6 +4,18 @@ A merged projection counts as loaded with one of its shards, so that a layer's l
 stay as they were allocated. Whatever is missing, called otherwise, of another shape, or one layer too many stops
 the load with an error that lists it, in every format and also when weights are reloaded. Drafters whose layers
 differ in the norm's epsilon or in widths are refused. What belongs to the target or to training alone is no fault.
+
+Refusals, on all bases, of K3 drafters alone; no other drafter's loading is touched:
+- a tensor of the drafter's layers that a whole checkpoint lacks: stock leaves those rows, or their scale, as memory
+  was, since a merged layer counts as loaded with one of its shards. The chunks of a weight transfer and updates in
+  place of a drafter that any loader has loaded (dummy, sharded, serialized) are no whole checkpoints;
+- a tensor that no module takes (another name, a layer too many, a bias that is not zero): stock drops biases and
+  other layers' latent rows in silence, and stops at the rest. What the target shares, what training alone needs,
+  scales of the KV cache and what the quantization config discards are none;
+- a matrix or scale of another shape: of too many rows stock takes the first;
+- a weight in a byte for a 16-bit parameter or the other way round, and E8M0 for bytes: a copy converts it. Signed
+  bytes for unsigned ones, and scales in a byte for wider parameters, keep what they mean and are loaded;
+- layers that differ in the norm's epsilon or in widths, which no config can ask for: one projection serves them all.
 """
 
 from __future__ import annotations
