@@ -10,6 +10,7 @@ throughout, with whole blocks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from k3 import kernels, modules
 from k3.checkpoint import BLOCK, block_quantized
 from k3.errors import assert_named, refuses
 from k3.reference import assert_columns, dequantize, share, tokens
-from vllm.config import VllmConfig
+from vllm.config import LoadConfig, VllmConfig
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -27,6 +28,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 
 pytest_plugins = ("k3.fixtures",)
@@ -233,3 +235,15 @@ def test_a_head_that_is_tied_to_the_embedding(config: VllmConfig, kernel: type) 
     x = tokens(3, COLS).bfloat16()
     out = head.layer.quant_method.apply(head.layer, x)
     torch.testing.assert_close(out, x @ weight.bfloat16().T, rtol=2e-2, atol=2e-1)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_dummy_weights_are_no_fault_whatever_the_target_loads(
+    config: VllmConfig, kind: str, kernel: type, load_format: str
+) -> None:
+    # draft_load_config={"load_format": "dummy"}: what is configured while the draft is built is how the target loads.
+    beside = replace(config, load_config=LoadConfig(load_format=load_format))
+    built = build(beside, kind, kernel)
+    DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(built.layer, beside.model_config)
+    built.finish()
+    assert bool(built(tokens(3, COLS // SIZE if kind == "row" else COLS)).isfinite().all())

@@ -6,6 +6,8 @@ an FP8 cache divided by the layer's scale and rounded again, but for values with
 nobody keep what they held.  Layers whose caches have layouts of their own get the same numbers, in more launches.
 
 The release's own steps store the same numbers, in a launch for each of them: there the count is what fails.
+
+Refusals: none on any base. What the one kernel cannot do takes the separate operations.
 """
 
 from __future__ import annotations

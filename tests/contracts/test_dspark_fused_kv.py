@@ -5,6 +5,9 @@ on every rank. Each layer's kv_a_proj_with_mqa reaches it under its shard id as 
 itself loads. Precomputing runs one product of that many rows, never the queries', and what stands in each layer's
 KV cache at its slots is what that layer's own projection, norm and RoPE would have put there, also after weights
 were reloaded. Nothing made for it stays resident: no second weight, no buffer of positions.
+
+Refusals: layers of different widths or epsilon, and the KV rows of a layer that the drafter does not have (see
+dspark-load-check).
 """
 
 from __future__ import annotations

@@ -4,6 +4,18 @@ A merged projection counts as loaded with one of its shards, so that a layer's l
 stay as they were allocated. Whatever is missing, called otherwise, of another shape, or one layer too many stops
 the load with an error that lists it, in every format and also when weights are reloaded. Drafters whose layers
 differ in the norm's epsilon or in widths are refused. What belongs to the target or to training alone is no fault.
+
+Refusals, on all bases, of K3 drafters alone; no other drafter's loading is touched:
+- a tensor of the drafter's layers that a whole checkpoint lacks: stock leaves those rows, or their scale, as memory
+  was, since a merged layer counts as loaded with one of its shards. The chunks of a weight transfer and updates in
+  place of a drafter that any loader has loaded (dummy, sharded, serialized) are no whole checkpoints;
+- a tensor that no module takes (another name, a layer too many, a bias that is not zero): stock drops biases and
+  other layers' latent rows in silence, and stops at the rest. What the target shares, what training alone needs,
+  scales of the KV cache and what the quantization config discards are none;
+- a matrix or scale of another shape: of too many rows stock takes the first;
+- a weight in a byte for a 16-bit parameter or the other way round, and E8M0 for bytes: a copy converts it. Signed
+  bytes for unsigned ones, and scales in a byte for wider parameters, keep what they mean and are loaded;
+- layers that differ in the norm's epsilon or in widths, which no config can ask for: one projection serves them all.
 """
 
 from __future__ import annotations
@@ -176,6 +188,52 @@ def test_a_transfer_brings_a_drafter_tensor_by_tensor(load: Load, form: Format) 
     assert_named(refused.value, kv(1))
 
 
+@pytest.mark.parametrize("form", [*SOME, formats.FP8_CHANNEL, formats.NVFP4], ids=str)
+def test_dummy_weights_first_real_ones_later(load: Load, drafters: dict[str, Drafter], form: Format) -> None:
+    # The usual start of reinforcement learning.
+    whole = drafters[str(form)] if str(form) in drafters else Drafter.random(GEOMETRY, 1, form)
+    drafter = load(whole, load_format="dummy")
+    drafter.reload(whole)
+    drafter.allocate(BLOCKS)
+    assert_right(drafter, whole, 5, seed=1)
+
+
+@pytest.mark.parametrize("first", ["dummy", "auto"])
+def test_what_was_loaded_by_any_loader_is_updated_tensor_by_tensor(
+    load: Load, drafters: dict[str, Drafter], first: str
+) -> None:
+    # Loaders without names (dummy, sharded states, serialized tensors) have loaded all of it as well.
+    drafter = load(drafters[str(formats.BF16)], load_format=first)
+    whole = Drafter.random(GEOMETRY, 2, formats.BF16)
+    drafter.update(whole)
+    drafter.allocate(BLOCKS)
+    assert_right(drafter, whole, 5, seed=1)
+
+
+def test_a_scale_may_be_stored_in_a_byte(load: Load, drafters: dict[str, Drafter]) -> None:
+    # A power of two is the same number in E8M0, from which a copy converts it.
+    whole = drafters[str(formats.CT_CHANNEL)]
+    scales = {
+        name: torch.exp2(tensor.log2().round())
+        for name, tensor in whole.tensors.items()
+        if name.endswith(".weight_scale")
+    }
+    whole = whole.changed(scales)
+    drafter = load(whole.changed({name: scale.to(torch.float8_e8m0fnu) for name, scale in scales.items()}))
+    drafter.allocate(BLOCKS)
+    assert_right(drafter, whole, 5, seed=1)
+
+
+@pytest.mark.parametrize("form", [formats.NVFP4, formats.CT_NVFP4], ids=str)
+def test_packed_bytes_may_be_signed(load: Load, drafters: dict[str, Drafter], form: Format) -> None:
+    whole = drafters[str(form)]
+    packed = {name: tensor.view(torch.int8) for name, tensor in whole.tensors.items() if tensor.dtype == torch.uint8}
+    assert packed
+    drafter = load(whole.changed(packed))
+    drafter.allocate(BLOCKS)
+    assert_right(drafter, whole, 5, seed=1)
+
+
 @pytest.mark.parametrize("shape", ["too few rows", "too many rows"])
 def test_what_a_transfer_brings_is_of_the_right_shape(load: Load, drafters: dict[str, Drafter], shape: str) -> None:
     whole = drafters[str(formats.BF16)]
@@ -233,6 +291,17 @@ def test_layers_that_differ_are_refused(load: Load, form: Format, attribute: str
 def test_what_a_drafter_does_not_use_is_no_fault(load: Load, drafters: dict[str, Drafter], name: str) -> None:
     whole = drafters[str(formats.BF16)]
     drafter = load(whole.changed({name: torch.ones(4)}))
+    drafter.allocate(BLOCKS)
+    assert_right(drafter, whole, 5, seed=1)
+
+
+def test_an_activation_order_that_vllm_discards_is_no_fault(load: Load, drafters: dict[str, Drafter]) -> None:
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+    if not hasattr(QuantizationConfig, "get_checkpoint_weight_mapper"):
+        return  # there an unknown tensor like any other
+    whole = drafters[str(formats.CT_CHANNEL)]
+    drafter = load(whole.changed({kv(1, "g_idx"): torch.zeros(GEOMETRY.hidden, dtype=torch.int32)}))
     drafter.allocate(BLOCKS)
     assert_right(drafter, whole, 5, seed=1)
 

@@ -2,6 +2,8 @@
 
 vLLM may allocate the draft layers' caches anew, for instance after it measured with small ones or woke from sleep.
 Addresses that the drafter noted before must not be written to again.
+
+Refusals: none on any base.
 """
 
 from __future__ import annotations

@@ -5,6 +5,12 @@ kv_a_proj_with_mqa: where blocks of 128 don't divide the 576 rows of a layer, wh
 its own, and after reloading. A config that speaks of single modules numbers draft layers from 0 and is understood
 so, whatever the target's layers are numbered; it is the drafter's own beside a target of any quantization. Layers
 that the config quantizes in different ways are refused by name, or right.
+
+Refusals, on all bases, of K3 drafters alone:
+- layers whose KV projections are quantized otherwise than the first layer's: stock never matches the checkpoint's
+  names of single layers, and reads all of them by one format;
+- an activation order (or another tensor of a whole layer) that differs between layers: the projection of all layers
+  has one, and stock's is the last one's.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ expert whose weights stand at that row.  That holds for an eager call and for a
 CUDA graph, which reads the addresses that it was captured with.  A reload needs
 no more memory than the load did, and the layer's state is all that another rank
 needs to compute the same.
+
+Refusals: none on any base.
 """
 
 from __future__ import annotations

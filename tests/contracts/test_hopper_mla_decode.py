@@ -3,6 +3,8 @@
 K3's layer drives the attention implementation itself, without vLLM's generic
 MLA layer.  What it hands to FlashAttention has to be complete all the same, from
 the first decode on, and the numbers have to be attention's.
+
+Refusals: none on any base; an assertion of stock releases goes.
 """
 
 from __future__ import annotations

@@ -3,19 +3,25 @@
 With an FP8 KV cache and FP8 prefill queries the MLA latent can arrive in E4M3, while FP8_PB_WO and MXFP8 kernels
 quantize 16-bit inputs themselves. Whoever calls kv_b_proj, the new tokens' prefill or the chunked context, its
 kernel is given the latent in the model's dtype, the values unchanged. Any other input, and every other layer, is
-passed on as it came.
+passed on as it came. So it is with an adapter on kv_b_proj, whose own kernels read the latent too.
+
+Refusals: none on any base.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from k3 import compat, modules
 from k3.checkpoint import ALGORITHM, Checkpoint, Geometry, block_quantized
 from vllm.config import VllmConfig
+from vllm.config.lora import LoRAConfig
+from vllm.lora.layers import ColumnParallelLinearWithLoRA
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 pytest_plugins = ("k3.fixtures",)
@@ -115,3 +121,33 @@ def test_every_caller_hands_the_kernel_the_model_dtype(model: modules.Model, cal
     (call,) = model.log.calls_of(mla.kv_b_proj)
     assert call.x.dtype == modules.MODEL_DTYPE
     assert torch.equal(call.x.float(), x.float())
+
+
+class Adapted(ColumnParallelLinearWithLoRA):
+    """kv_b_proj as LoRA wraps it, with an adapter that adds nothing and notes what it reads."""
+
+    def __init__(self, layer: ColumnParallelLinear) -> None:
+        super().__init__(layer)
+        self.read: list[torch.dtype] = []
+        self.create_lora_weights(1, LoRAConfig(max_lora_rank=8, max_loras=1, lora_dtype=modules.MODEL_DTYPE))
+        self.punica_wrapper = SimpleNamespace(add_lora_linear=self.note, no_lora=False)
+
+    def note(self, output: torch.Tensor, x: torch.Tensor, *_: Any, **__: Any) -> None:
+        self.read.append(x.dtype)
+
+
+def test_chunked_context_hands_an_adapter_the_model_dtype(
+    model: modules.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mla = model.attention(Geometry.mla_layer)
+    adapted = Adapted(mla.kv_b_proj)
+    for owner in (mla, mla.impl):
+        if hasattr(owner, "kv_b_proj"):
+            monkeypatch.setattr(owner, "kv_b_proj", adapted)
+    model.log.calls.clear()
+    x = latent(6)
+    compat.prefill_with_context(mla, x)
+    (call,) = model.log.calls_of(adapted.base_layer)
+    assert call.x.dtype == modules.MODEL_DTYPE
+    assert torch.equal(call.x.float(), x.float())
+    assert adapted.read == [modules.MODEL_DTYPE]

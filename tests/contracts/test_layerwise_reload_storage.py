@@ -3,6 +3,8 @@
 A quantization method may hand the tensors that it left on the layer to a kernel, which then reads those objects. That
 holds after any number of layerwise reloads as after the first load: the kernel reads the new values where captured
 CUDA graphs read them, follows what is later changed in the layer's tensors in place, and no second copy is kept.
+
+Refusals: none on any base.
 """
 
 from __future__ import annotations

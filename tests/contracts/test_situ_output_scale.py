@@ -5,6 +5,8 @@ nonlinearity.  Whatever else multiplies the result must not contain that scale
 again: not after construction, nor after loading, nor after a weight update, nor
 when EPLB has moved experts to other slots.  The activations that want it there
 keep it.
+
+Refusals: none on any base that stock does not have.
 """
 
 from __future__ import annotations

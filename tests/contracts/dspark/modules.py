@@ -131,6 +131,12 @@ class Loaded:
             for item in drafter.tensors.items():
                 self.model.load_weights([item])
 
+    def update(self, drafter: checkpoint.Drafter) -> None:
+        """New values in place, one tensor at a time, as trainers do that call load_weights themselves."""
+        with compat.loadable(), self._context(), set_default_torch_dtype(MODEL_DTYPE):
+            for item in drafter.tensors.items():
+                self.model.load_weights([item])
+
     @contextlib.contextmanager
     def _reloading(self) -> Iterator[None]:
         with compat.loadable(), self._context(), set_default_torch_dtype(MODEL_DTYPE):
