@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from k3patches.upstream.sides import entries, file_of
+
 LONGEST = 300
 
 
@@ -55,7 +57,7 @@ class Reporter:
     # Before fixtures are made.
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        if self.seconds and self.spent.get(_file(item.nodeid), 0) > self.seconds:
+        if self.seconds and self.spent.get(file_of(item.nodeid), 0) > self.seconds:
             pytest.skip("its file took too long")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -64,20 +66,9 @@ class Reporter:
             self.outcome, self.error = report.outcome, reason(report.longrepr)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        file = _file(nodeid)
+        file = file_of(nodeid)
         self.spent[file] = self.spent.get(file, 0) + time.process_time() - self.began
         self.write(event="end", id=nodeid, outcome=self.outcome, error=self.error)
-
-
-def entries(path: Path) -> list[dict[str, Any]]:
-    """What was written into ``path``; a line that a kill cut off is none."""
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
 
 
 def reason(longrepr: Any) -> str:
@@ -90,10 +81,6 @@ def reason(longrepr: Any) -> str:
     lines = [line.strip() for line in str(longrepr).splitlines() if line.strip()]
     errors = [line[1:].strip() for line in lines if line.startswith("E ")]
     return (errors or lines or [""])[-1][:LONGEST]
-
-
-def _file(nodeid: str) -> str:
-    return nodeid.partition("::")[0]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

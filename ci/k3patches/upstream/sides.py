@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 REPORTER = "k3patches.upstream.reporter"
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -316,10 +317,19 @@ def _suspects(before: Outcomes, after: Outcomes) -> list[str]:
     ]
 
 
+def entries(path: Path) -> list[dict[str, Any]]:
+    """What was written into ``path``; a line that a kill cut off is none."""
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
 def read_steps(path: Path, told: Mapping[str, Result]) -> tuple[Outcomes, str]:
     """What a file of steps says, ``told`` how its process ended where it did not by itself, and what it last began."""
-    from k3patches.upstream.reporter import entries
-
     found, doing = Outcomes(), ""
     for entry in entries(path):
         event, at = entry["event"], entry["id"]
