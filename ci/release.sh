@@ -1,7 +1,7 @@
 #!/bin/sh
 # Publish a revision of the series: a tag, and the wheels of every base for both architectures.
 #
-#   ci/release.sh check       clean tree, status table, changelog, lint
+#   ci/release.sh check       clean tree, status table, upstream's tests, changelog, lint
 #   ci/release.sh build       that, and the wheels, bills of materials and checksums in build/release
 #   ci/release.sh publish     say what would be tagged and uploaded; with --yes, do it
 #

@@ -42,6 +42,7 @@ from k3patches.series import Patch
 from k3patches.source import Folder, GitCommit, Sdist, Source
 from k3patches.status import findings
 from k3patches.status_cli import table_command
+from k3patches.upstream.command import upstream_tests_command
 from k3patches.wheels import Official, SourceBuild
 from k3patches.work.adopt import adopt
 from k3patches.work.command import edit_command, new_command, write_back_command
@@ -392,6 +393,7 @@ cli.add_command(new_command)
 cli.add_command(rebase_command)
 cli.add_command(replay_command)
 cli.add_command(table_command)
+cli.add_command(upstream_tests_command)
 cli.add_command(write_back_command)
 
 

@@ -51,7 +51,7 @@ def find_command(upstream: str, as_json: bool) -> None:
 @cli.command("rebase")
 @GIT_OPTION
 @OUT_OPTION
-@click.option("--limit", type=click.IntRange(min=1), default=40, show_default=True, help="Minutes for one target.")
+@click.option("--limit", type=click.IntRange(min=1), default=60, show_default=True, help="Minutes for one target.")
 @click.option("--python", help="Interpreter that has torch and vLLM's requirements. [default: ci/test.sh's]")
 @click.argument("names", nargs=-1, metavar="[TARGET]...")
 def rebase_command(upstream: str, out: Path | None, limit: int, python: str | None, names: Sequence[str]) -> None:
@@ -59,7 +59,7 @@ def rebase_command(upstream: str, out: Path | None, limit: int, python: str | No
 
     Each target's report, and the series and its status where it is a release, lie in a folder of its name
     afterwards.  That a person is needed is a result and no failure; exit code 1 says that the engine itself, or
-    ci/status.sh after it, failed.
+    ci/status.sh or ci/upstream-tests.sh after it, failed.
     """
     project = Project.find()
     out = out or project.root / "build" / "nightly"

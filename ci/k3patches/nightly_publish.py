@@ -13,7 +13,7 @@ from datetime import datetime
 
 import click
 
-from k3patches import nightly_status
+from k3patches import nightly_status, nightly_upstream
 from k3patches import nightly_text as text
 from k3patches.errors import UserError
 from k3patches.git import IDENTITY, git
@@ -125,8 +125,9 @@ class Publisher:
                 path = tree / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
-            if broken := nightly_status.add(tree, outcome.target.name, outcome.folder):
-                return None, broken
+            for part in (nightly_status, nightly_upstream):
+                if broken := part.add(tree, outcome.target.name, outcome.folder):
+                    return None, broken
             git("add", "-A", "-f", "patches", nightly_status.README, cwd=tree)
             git("commit", "-q", "--no-verify", "-m", text.commit_message(outcome.target), cwd=tree, date=date)
             return git("rev-parse", "HEAD", cwd=tree).strip(), []

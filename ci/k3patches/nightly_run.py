@@ -20,7 +20,7 @@ from pathlib import Path
 import click
 from packaging.version import Version
 
-from k3patches import nightly_status
+from k3patches import nightly_status, nightly_upstream
 from k3patches.errors import UserError
 from k3patches.nightly_find import BRANCH, Target
 from k3patches.project import Project
@@ -103,9 +103,9 @@ def belongs(name: str, target: Target) -> bool:
 
 
 def run(project: Project, target: Target, out: Path, options: Sequence[str], limit_s: float) -> Outcome:
-    """Run ci/rebase.sh for ``target``, and ci/status.sh for what it wrote; fill ``out/NAME``, which is made anew.
+    """Run ci/rebase.sh for ``target``, and for what it wrote ci/status.sh and ci/upstream-tests.sh.
 
-    Both take ``options``, and ``limit_s`` for the two.
+    Fills ``out/NAME``, which is made anew.  All three take ``options``, and ``limit_s`` together.
     """
     folder = out / target.name
     shutil.rmtree(folder, ignore_errors=True)
@@ -127,6 +127,12 @@ def run(project: Project, target: Target, out: Path, options: Sequence[str], lim
         if not (folder / nightly_status.FILE).is_file():
             click.echo(f"{target.label}: the series is written, but its status could not be measured", err=True)
             result = Result.ERROR
+        else:
+            tests = nightly_upstream.command(project.root, target.name, folder, options)
+            _result(tests, project.root, limit_s - (time.monotonic() - start))
+            if not (folder / nightly_upstream.FILE).is_file():
+                click.echo(f"{target.label}: the series is written, but upstream's tests could not be run", err=True)
+                result = Result.ERROR
     seconds = time.monotonic() - start
     told = {"target": asdict(target), "result": result.name.lower(), "seconds": round(seconds, 1)}
     (folder / OUTCOME).write_text(json.dumps(told, indent=2) + "\n")

@@ -19,6 +19,7 @@ from k3patches.manifest import version, wheel_name
 from k3patches.project import Project
 from k3patches.ship_host import Releases
 from k3patches.source import Sdist
+from k3patches.upstream import results
 from k3patches.wheels import Official
 
 SUMS = "SHA256SUMS"
@@ -80,7 +81,7 @@ def cli() -> None:
 @BASE_OPTION
 @CACHE_OPTION
 def check_command(chosen: Sequence[str], cache: Path | None) -> None:
-    """Clean tree, status table of today and nothing broken, changelog, tag, and the lint of each series."""
+    """Clean tree, status table and upstream's tests of today and nothing broken, changelog, tag, each series' lint."""
     shipment = Shipment.of(Project.find(), chosen)
     with shipment.project.lock():
         _check(shipment)
@@ -139,6 +140,7 @@ def _check(shipment: Shipment) -> Entry:
     if old := status.stale(table, project, folder):
         raise UserError(f"the status table is not of today: {'; '.join(old)}; {status.AGAIN} and commit what it writes")
     tracking.require_current(project, table)
+    results.require(project, shipment.releases)
     for release in shipment.releases:
         where = project.series_dir(release)
         if found := status.findings(table.columns[release].verdicts, bases.load(where), series.load(where)):

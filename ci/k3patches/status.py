@@ -22,20 +22,19 @@ AGAIN = "run ci/status.sh"
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """What the states of a base follow from; ``torch`` is the version that the release pins."""
+class Origin:
+    """What was run, of a base; ``torch`` is the version that the release pins."""
 
     commit: str
     torch: str
     sdist_sha256: str
     series_sha256: str
-    contracts_sha256: str
 
     @classmethod
-    def of(cls, base: Base, patches: Sequence[Patch], folder: Path) -> Inputs:
-        return cls(base.commit, base.torch, base.sdist.sha256, series_digest(patches), contracts.digest(folder))
+    def of_series(cls, base: Base, patches: Sequence[Patch]) -> Origin:
+        return Origin(base.commit, base.torch, base.sdist.sha256, series_digest(patches))
 
-    def changed(self, today: Inputs) -> list[str]:
+    def changed(self, today: Origin) -> list[str]:
         """In words, what is not as it was."""
         names = {
             "series_sha256": "its series",
@@ -44,7 +43,18 @@ class Inputs:
             "commit": "its commit",
             "torch": "its torch",
         }
-        return [word for name, word in names.items() if getattr(self, name) != getattr(today, name)]
+        return [word for name, word in names.items() if getattr(self, name, None) != getattr(today, name, None)]
+
+
+@dataclass(frozen=True)
+class Inputs(Origin):
+    """What the states of a base follow from."""
+
+    contracts_sha256: str
+
+    @classmethod
+    def of(cls, base: Base, patches: Sequence[Patch], folder: Path) -> Inputs:
+        return cls(**asdict(Origin.of_series(base, patches)), contracts_sha256=contracts.digest(folder))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import fake_gh
 import fake_status
+import fake_upstream
 import pytest
 from k3patches import nightly, status_readme, tracking
 from k3patches.project import Project
@@ -122,6 +123,7 @@ class Checkout(Hosted):
         script = Path(fake_status.__file__).resolve()
         status.write_text(f'#!/bin/sh\nPYTHONPATH=ci exec "{sys.executable}" "{script}" "$@"\n')
         status.chmod(0o755)
+        fake_upstream.install(mini.root)
         self.measured = fake_status.measure(mini.root, RELEASE, {})
         (mini.root / "patches" / "status.json").write_text(self.measured.to_json())
         readme = f"# A project\n\n{status_readme.BEGIN}\n{status_readme.END}\n\nThe rest.\n"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fake_upstream
 import pytest
 from k3patches import nightly_run, nightly_text, releases
 from k3patches.errors import UserError
@@ -59,6 +60,7 @@ SERIES = {
     f"patches/resolutions/v{NEW}/alpha-fix.patch": "how a person resolved it\n",
 }
 REBASED = {NEW: {"code": 0, "files": SERIES, "report": "# Rebased\n\n`alpha-fix` is native.\n"}}
+UPSTREAM_TESTS = "patches/upstream-tests.json"
 PERSON = {"code": 4, "report": "# Needs a person\n\n```diff\n<<<<<<< upstream\n@decorated\n```\nAsk @somebody.\n"}
 
 
@@ -72,9 +74,9 @@ def issues(checkout: Checkout) -> list[dict[str, Any]]:
 
 
 def pushed(checkout: Checkout, branch: str = BRANCH) -> dict[str, str]:
-    """What a branch on the host adds, but for the status table, which it must have."""
+    """What a branch on the host adds, but for the status table and upstream's tests, which it must have."""
     files = checkout.branch(branch)
-    pages = ("README.md", "patches/status.json", "patches/TRACKING.md")
+    pages = ("README.md", "patches/status.json", "patches/TRACKING.md", UPSTREAM_TESTS)
     assert {files.pop(name, "") for name in pages}.isdisjoint([""])
     return files
 
@@ -581,6 +583,58 @@ def test_a_broken_cell_is_an_issue_and_no_pull_request(checkout: Checkout, statu
     require_ok(checkout.night(NEW))
     assert checkout.item(1)["state"] == "closed"
     assert checkout.item(2)["head"] == f"somebody:{BRANCH}"
+
+
+# Upstream's own tests.
+
+
+def test_the_results_of_upstreams_tests_are_committed(checkout: Checkout) -> None:
+    (checkout.root / UPSTREAM_TESTS).write_text(fake_upstream.text(checkout.root, RELEASE))
+    git(checkout.root, "add", UPSTREAM_TESTS)
+    git(checkout.root, "commit", "-q", "-m", "Results")
+    git(checkout.root, "push", "-q", "origin", "HEAD:main")
+    checkout.plan(REBASED)
+    require_ok(checkout.night(NEW))
+    told = json.loads(checkout.branch(BRANCH)[UPSTREAM_TESTS])["bases"]
+    assert {release: entry["turned"] for release, entry in told.items()} == {RELEASE: {}, NEW: {}}
+
+
+def test_a_test_that_turned_is_an_issue_and_no_pull_request(checkout: Checkout) -> None:
+    checkout.plan({NEW: {**REBASED[NEW], "turned": ["tests/test_a.py::test_b"]}})
+    require_ok(checkout.night(NEW))
+    assert "1 of upstream's own tests fail with the series" in checkout.item(1)["body"]
+    assert f"ci/upstream-tests.sh --base {NEW}" in checkout.item(1)["body"]
+    assert git(checkout.remote, "branch", "--list", "k3-*") == ""
+
+
+def test_tests_of_upstreams_that_cannot_be_run_fail_the_run(checkout: Checkout) -> None:
+    checkout.plan({NEW: {**REBASED[NEW], "turned": None}})
+    result = checkout.run("rebase", NEW)
+    require_error(result, f"vLLM {NEW}")
+    assert "upstream's tests could not be run" in result.err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda told: told["bases"].update({RELEASE: told["bases"][NEW]}), "another release"),
+        (lambda told: told["bases"][NEW].update(series_sha256="0"), "its series changed since"),
+        (lambda told: told["bases"][NEW].update(more=1), "no such results"),
+        (lambda told: told["bases"][NEW]["pristine"].update(more=1), "no such results"),
+    ],
+)
+def test_results_that_are_not_of_what_is_committed(
+    checkout: Checkout, change: Callable[[dict[str, Any]], object], words: str
+) -> None:
+    tampered(checkout, lambda told: None)
+    path = checkout.out / NEW / "upstream-tests.json"
+    told = json.loads(path.read_text())
+    change(told)
+    path.write_text(json.dumps(told))
+    result = checkout.run("publish")
+    require_error(result, f"vLLM {NEW}")
+    assert words in result.err
+    assert git(checkout.remote, "branch", "--list", "k3-*") == ""
 
 
 @pytest.mark.parametrize("name", ["patches/status.json", "README.md"])

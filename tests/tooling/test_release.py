@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import fake_status
+import fake_upstream
 import pytest
 from k3patches import changelog, contracts, series, ship, tracking
 from k3patches.errors import UserError
 from k3patches.project import Project
 from k3patches.status_readme import BEGIN, END
+from k3patches.upstream import results
 from miniature import (
     BUILT,
     COMMITS,
@@ -55,6 +57,7 @@ class Checkout(Hosted):
     def __init__(self, mini: Mini, folder: Path, patch: pytest.MonkeyPatch) -> None:
         table = fake_status.measure(mini.root, RELEASE, {})
         (mini.root / "patches" / "status.json").write_text(table.to_json())
+        (mini.root / "patches" / results.FILE).write_text(fake_upstream.text(mini.root, RELEASE))
         (mini.root / "patches" / "CHANGELOG.md").write_text(CHANGELOG)
         (mini.root / "README.md").write_text(f"{BEGIN}\n{END}\n")
         for path, text in tracking.pages(Project(mini.root), table).items():
@@ -118,6 +121,12 @@ def test_check_finds_nothing_against_a_checkout_in_order(checkout: Checkout) -> 
         ),
         ("VERSION", lambda t: t.replace("k3.7", "k3.8"), ("the revision was 7 and is 8",)),
         ("patches/TRACKING.md", lambda t: t + "more\n", ("TRACKING.md", "--pages")),
+        ("patches/upstream-tests.json", lambda t: t.replace(RELEASE, "0.26.0"), (f"{RELEASE} was not run",)),
+        (
+            "patches/upstream-tests.json",
+            lambda t: t.replace('"turned": {}', '"turned": {"test_a.py::b": "failed: no"}'),
+            ("test_a.py::b", "mend that first"),
+        ),
         ("README.md", lambda t: t.replace("patched", "native"), ("README.md", "--pages")),
     ],
 )
@@ -153,6 +162,7 @@ def test_findings_of_the_lint_are_told(checkout: Checkout) -> None:
     path.write_text(path.read_text().replace("Signed-off-by", "Seen-by"))
     table = fake_status.measure(checkout.root, RELEASE, {})
     (checkout.root / "patches" / "status.json").write_text(table.to_json())
+    (checkout.root / "patches" / results.FILE).write_text(fake_upstream.text(checkout.root, RELEASE))
     known = checkout.root / "patches" / "pr" / "known.toml"
     known.write_text(known.read_text() + "[delta-fix]\n")
     for page, text in tracking.pages(Project(checkout.root), table).items():
