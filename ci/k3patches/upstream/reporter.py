@@ -5,8 +5,11 @@ One JSON object a line; what an earlier process wrote into the same file has bee
 
 from __future__ import annotations
 
+import ctypes
 import json
 import resource
+import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import pytest
 from k3patches.upstream.sides import entries, file_of
 
 LONGEST = 300
+PR_SET_PDEATHSIG = 1
 
 
 class Reporter:
@@ -91,6 +95,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--steps") and sys.platform == "linux":
+        # Whoever is killed that started this must not leave it behind.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if memory := config.getoption("--memory"):
         resource.setrlimit(resource.RLIMIT_DATA, (memory << 30,) * 2)
     if path := config.getoption("--steps"):

@@ -152,11 +152,11 @@ class Runner:
         steps, log = self.work / f"{name}.steps", self.work / f"{name}.log"
         files = list(dict.fromkeys(file_of(test) for test in chosen))
         files = [file for file in files if (side.tests / file).is_file()]
-        options = ["--steps", str(steps)]
+        options = [f"--steps={steps}"]
         if any("::" in test for test in chosen):
             only = self.work / f"{name}.only"
             only.write_text(json.dumps(list(chosen)))
-            options += ["--only", str(only)]
+            options.append(f"--only={only}")
         ended, done = self.work / f"{name}.ended", self.work / f"{name}.done"
         told = _results(ended)
         groups = [] if done.is_file() else [files]
@@ -191,6 +191,9 @@ class Runner:
         for plugin in (REPORTER, *self.plugins):
             command += ["-p", plugin]
         command += ["--memory", str(self.limits.memory), "--file-seconds", str(self.limits.file_s)]
+        # Named, since pytest would take what it finds above the files, this project's own for one.
+        ini = side.tests / "pyproject.toml"
+        command += ["-c", str(ini) if ini.is_file() else os.devnull]
         # Upstream's way, to put its root before all else, would hide what the side's path has first.
         command += ["--rootdir", str(side.tests), "--import-mode=append", "--tb=native", *arguments]
         with log.open("ab") as out:
