@@ -62,7 +62,7 @@ def moved(seen: dict[str, Any]) -> None:
     ("layer", "change", "kind"),
     [
         (RIGHT, refuse, "refused"),
-        (WRONG, refuse, "refused, wrong on stock"),
+        (WRONG, refuse, "refused"),
         (RIGHT, other_bytes, "other form"),
         (RIGHT, other_norm, "altered"),
         (RIGHT, inexact, "worse"),

@@ -41,7 +41,8 @@ def judge(case: str, pristine: dict[str, Any], patched: dict[str, Any]) -> Itera
             return
         if "refused" in after:
             layers = [entry for seen in pristine["steps"].values() for entry in seen.get("layers", {}).values()]
-            wrong = not all(layer["right"] for layer in layers)
+            # Only FP8_PB_WO's own fixes may refuse, and only what the release computes wrong.
+            wrong = "pb-wo" in case and not all(layer["right"] for layer in layers)
             yield Finding("refused, wrong on stock" if wrong else "refused", case, step, after["refused"])
             return
         yield from _layers(case, step, before, after)

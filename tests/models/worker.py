@@ -104,9 +104,12 @@ class Bench:
         """Each step of a case: what came of it."""
         import torch
         import zoo
+        from vllm.model_executor.layers import rotary_embedding
 
         steps: dict[str, Any] = {}
         loaded = None
+        # Kept for all models of a process; one that a refused reload took apart is nobody else's.
+        rotary_embedding._ROPE_DICT.clear()
         torch.set_default_dtype(torch.float32)
         try:
             config = self.config(case)
