@@ -83,5 +83,8 @@ heading "end to end: the tiny Kimi-K3, how two bases load it, and what runs and 
 ./build.sh apply --base 0.33.0 >/dev/null
 "$python" -m pytest -q -rs -p no:cacheprovider -n auto --dist loadfile tests/e2e
 
+heading "models that are not K3, on two bases, beside the release; --bases all, and --thorough, for more"
+"$python" -m pytest -q -rs -p no:cacheprovider tests/models
+
 heading "contracts and patches' own tests, all bases, against the committed table"
 $tools table --check --thorough
