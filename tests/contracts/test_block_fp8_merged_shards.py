@@ -5,7 +5,15 @@ FP8 format and in compressed-tensors', a layer that every rank has whole is the 
 after reloading; what it pads is no part of its output. Layers whose matrices fill their blocks are as right as they
 were, sharded or not. A tensor that is missing, has another shape, or is a scale that is none, is refused by name.
 
-Layers that tensor parallelism cuts inside a block are no part of this.
+The layer's width and bias stay its own on every kernel, Marlin included, and methods that create the weights
+themselves keep working. Layers that tensor parallelism cuts inside a block are no part of this.
+
+What is refused, by name, and why stock is wrong there. All of it concerns layers with a matrix that ends inside a
+block before another begins, which stock refuses (compressed-tensors) or multiplies under the scales of other rows:
+- a matrix without weight or scales, unless k and v are both absent, which are zero (a file that is missing or cut
+  short): stock multiplies by uninitialized memory;
+- a scale that is NaN, infinite, negative, or zero over numbers that are not (a damaged file): stock multiplies by it;
+- a tensor of another shape (a checkpoint of another model size): stock cuts it to size.
 """
 
 from __future__ import annotations

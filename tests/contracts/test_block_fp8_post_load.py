@@ -5,6 +5,20 @@ post-load step runs once after each load, when the scales stand in two dimension
 again when weights are reloaded; what the layer then computes is the checkpoint's matrix. The contract holds for
 every kind of linear layer and needs no mixed config: these layers belong to a checkpoint that is FP8_PB_WO
 throughout, with whole blocks.
+
+A projection whose k and v the checkpoint does not hold loads, as where a layer reads the KV cache of another; so does
+one with weight loaders of its own, one that was filled with dummy weights first, a head that is tied to an embedding,
+and a block of zeros under a scale of zero.
+
+What is refused, by name, and why stock is wrong there:
+- a matrix of which the checkpoint has the weight and not the scales, or the scales and not the weight, and one that it
+  lacks altogether, unless these are k and v (a file that is missing or cut short): stock multiplies by
+  uninitialized memory or under the sentinel -3.4e38;
+- a scale that is NaN, infinite, negative, or zero over numbers that are not (a damaged file, a failed calibration):
+  stock multiplies by it;
+- a tensor of another shape or dtype than the layer's (a checkpoint of another model size, or a BF16 matrix that the
+  config lists as FP8_PB_WO): stock cuts it to size or casts it to E4M3 under scales that are not its own;
+- columns that fill no whole blocks: stock refuses them too, no kernel has half a block of inputs.
 """
 
 from __future__ import annotations

@@ -4,7 +4,12 @@ Block-FP8 kernels want whole blocks of 128 rows. K3 merges what is not: KDA's q,
 Every shard stands under its own scales at every tensor-parallel size; what pads it is zero under finite scales, after
 loading and after reloading; the caller sees the logical columns, as a view of the kernel's output, and nothing that
 breaks torch.compile. A checkpoint that lacks a tensor, or whose scales have the wrong shape, are NaN, zero or negative,
-is refused by name.
+is refused by name. On GPUs without FP8 the layers run on Marlin, which takes rows without padding.
+
+What is refused, by name, and why stock is wrong there: what test_block_fp8_post_load.py lists, and scales that are
+fused on disk for matrices of which one ends inside a block. Under tensor parallelism stock gives a rank the scales of
+other rows; on one rank
+0.33.0 is right, and the refusal a fault that is still open.
 
 Ranks past the first can't load KDA's b_proj without shared-beta-scale, whose contract has the KDA layer on every rank.
 """

@@ -3,7 +3,7 @@
 Decode multiplies by W_UK_T [heads, nope, kv_lora] and W_UV [heads, kv_lora, v], which are kv_b_proj's matrix in
 the model's dtype. They are exact to that dtype's rounding also when the kernel's post-load step has made weight and
 scales unreadable, or has rounded them to its own format, and they follow a reload. No second full copy of kv_b_proj
-stays behind.
+stays behind. Nothing is refused.
 """
 
 from __future__ import annotations

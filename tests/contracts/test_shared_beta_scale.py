@@ -3,6 +3,9 @@
 K3's b_proj has 96 rows, all under one row of blocks: at tensor-parallel size 8 a rank has 12 of them. Every rank
 computes with the block that its rows are in, for any projection and at every size. Where a rank's rows reach from
 the middle of one block into another, the layer is right or refused by name: never wrong.
+
+What is refused, by name: ranks whose columns fill no whole blocks (a size at which no kernel can run the layer; stock
+refuses them too), and FP8_PB_WO heads with embeddings that were added to the checkpoint's, which have no scales.
 """
 
 from __future__ import annotations
