@@ -13,7 +13,8 @@ block before another begins, which stock refuses (compressed-tensors) or multipl
 - a matrix without weight or scales, unless k and v are both absent, which are zero (a file that is missing or cut
   short): stock multiplies by uninitialized memory;
 - a scale that is NaN, infinite, negative, or zero over numbers that are not (a damaged file): stock multiplies by it;
-- a tensor of another shape (a checkpoint of another model size): stock cuts it to size.
+- a tensor of another shape (a checkpoint of another model size): stock cuts it to size;
+- what test_fused_padding.py says of tensors that are fused on disk.
 """
 
 from __future__ import annotations
@@ -88,6 +89,22 @@ def test_matrices_of_whole_blocks(bench: Bench, form: Format, shape: Shape) -> N
             continue  # inside a block
         for rank in range(size):
             assert_right(bench.load(checkpoint, shape, size, rank), checkpoint)
+
+
+FUSED = (PARTIAL[0], PARTIAL[3], merged(100, 100, unsharded=True), merged(100, 156), qkv(96, 3, 1), qkv(64, 3, 1))
+
+
+@every_format
+@pytest.mark.parametrize("shape", FUSED, ids=str)
+def test_matrices_that_are_fused_on_disk(bench: Bench, form: Format, shape: Shape) -> None:
+    """Blocks of a fused tensor are counted from its own first row, wherever one matrix ends and the next begins."""
+    checkpoint = Checkpoint.random(form, shape.fused(), 1)
+    layer = bench.load(checkpoint, shape)
+    assert_right(layer, checkpoint)
+    for seed in (2, 3):
+        checkpoint = Checkpoint.random(form, shape.fused(), seed)
+        layer.reload(checkpoint)
+        assert_right(layer, checkpoint)
 
 
 @every_format
@@ -176,13 +193,16 @@ def test_marlin(bench: Bench, form: Format, shape: Shape, bias: bool) -> None:
             assert_right_on_marlin(layer, checkpoint)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused on disk"])
 @pytest.mark.parametrize("kind", [kernels.STRICT_BLOCKS, marlin.MARLIN], ids=["blocks", "Marlin"])
-def test_weights_that_were_stored_as_the_kernel_reads_them(bench: Bench, kind: dict[str, Callable[..., Any]]) -> None:
+def test_weights_that_were_stored_as_the_kernel_reads_them(
+    bench: Bench, kind: dict[str, Callable[..., Any]], fused: bool
+) -> None:
     """A cache of processed weights: their own step is not run again."""
     if not compat.has_weight_cache():
         pytest.skip("this release has none")
     shape = PARTIAL[3]
-    checkpoint = Checkpoint.random(formats.FP8_DEEPSEEK, shape, 1, bias=True)
+    checkpoint = Checkpoint.random(formats.FP8_DEEPSEEK, shape.fused() if fused else shape, 1, bias=True)
     with marlin.on_cpu():
         written = bench.load(checkpoint, shape, kernels=kind)
         read = bench.build(formats.FP8_DEEPSEEK, shape, bias=True, kernels=kind)

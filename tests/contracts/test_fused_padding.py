@@ -6,10 +6,14 @@ loading and after reloading; the caller sees the logical columns, as a view of t
 breaks torch.compile. A checkpoint that lacks a tensor, or whose scales have the wrong shape, are NaN, zero or negative,
 is refused by name. On GPUs without FP8 the layers run on Marlin, which takes rows without padding.
 
-What is refused, by name, and why stock is wrong there: what test_block_fp8_post_load.py lists, and scales that are
-fused on disk for matrices of which one ends inside a block. Under tensor parallelism stock gives a rank the scales of
-other rows; on one rank
-0.33.0 is right, and the refusal a fault that is still open.
+What is refused, by name, and why stock is wrong there:
+- what test_block_fp8_post_load.py lists;
+- under tensor parallelism, a tensor that is fused on disk and has a matrix that ends inside a block: stock gives a rank
+  the scales of other rows. On one rank it is served, as stock serves those whose matrices take as many blocks apart as
+  fused from 0.29.0 on;
+- a reload of such a tensor over matrices that were apart, or over dummy values, and the reverse: the kernel's output
+  has other columns then, and captured graphs would go on to read the old ones. Stock multiplies matrices apart by wrong
+  scales. Over dummy values it is right where it serves the tensor at all: the one refusal that costs something.
 
 Ranks past the first can't load KDA's b_proj without shared-beta-scale, whose contract has the KDA layer on every rank.
 """
@@ -25,7 +29,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from k3 import compat, kernels, modules
-from k3.checkpoint import BLOCK, Checkpoint, Geometry, block_quantized
+from k3.checkpoint import BLOCK, Checkpoint, Geometry, block_quantized, quantization_config
 from k3.damage import SCALES, damaged_scale
 from k3.errors import assert_named, refuses
 from k3.properties import examples
@@ -34,7 +38,8 @@ from k3.sweep import Sweep
 from merged import marlin
 from safetensors import safe_open
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
+from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear
+from vllm.model_executor.layers.quantization import get_quantization_config
 
 pytest_plugins = ("k3.fixtures",)
 
@@ -220,6 +225,79 @@ def test_a_reloaded_model_computes_the_new_values(config: VllmConfig, first: Che
         assert_columns(mla[name], after.output(MLA, name, x), name)
 
 
+@pytest.mark.parametrize("kernel", [kernels.BlockKernel, kernels.OpaqueKernel])
+@pytest.mark.parametrize("widths", [(100, 100), (100, 156), (128, 72), (300, 20, 64)])
+def test_matrices_that_are_fused_on_disk(config: VllmConfig, widths: tuple[int, ...], kernel: type) -> None:
+    """Blocks of a fused tensor are counted from its own first row, wherever one matrix ends and the next begins."""
+    built, x = merged(config, widths, kernel), tokens(3, COLS)
+    for seed in (1, 2, 3):
+        ((weight, scale),) = shards((sum(widths),), seed)
+        if seed == 1:
+            built.load("weight", weight)
+            built.load("weight_scale", scale)
+            built.finish()
+        else:
+            built.reload(("weight", weight, None), ("weight_scale", scale, None))
+        assert_columns(built(x), x @ dequantize(weight, scale).T, f"{widths}, load {seed}")
+        if kernel is kernels.BlockKernel:
+            assert torch.isfinite(built.layer.weight_scale).all()
+
+
+def test_a_qkv_projection_that_is_fused_on_disk(config: VllmConfig) -> None:
+    quant, name = modules.block_fp8_config(), "model.layers.0.self_attn.qkv_proj"
+    built, x = modules.linear(config, QKVParallelLinear, quant, COLS, 96, 3, 1, prefix=name), tokens(3, COLS)
+    for seed in (1, 2):
+        ((weight, scale),) = shards((5 * 96,), seed)
+        if seed == 1:
+            built.load("weight_scale", scale)
+            built.load("weight", weight)
+            built.finish()
+        else:
+            built.reload(("weight_scale", scale, None), ("weight", weight, None))
+        assert_columns(built(x), x @ dequantize(weight, scale).T, f"load {seed}")
+
+
+def test_some_matrices_that_are_fused_on_disk(config: VllmConfig) -> None:
+    built, x = merged(config, (128, 100, 60)), tokens(3, COLS)
+    for seed in (1, 2):
+        alone, fused = shards((128, 160), seed)
+        held = [
+            (name, tensor, shard)
+            for shard, matrix in ((0, alone), ((1, 2), fused))
+            for name, tensor in zip(("weight", "weight_scale"), matrix, strict=True)
+        ]
+        if seed == 1:
+            for load in held:
+                built.load(*load)
+            built.finish()
+        else:
+            built.reload(*held)
+        assert_columns(built(x), torch.cat([x @ dequantize(*part).T for part in (alone, fused)], -1), f"load {seed}")
+
+
+@pytest.mark.parametrize("fused_first", [True, False])
+def test_a_tensor_fused_on_disk_over_matrices_apart(config: VllmConfig, fused_first: bool) -> None:
+    """Right, or refused by name: never the columns of the one read as those of the other."""
+    widths, x = (100, 156), tokens(3, COLS)
+    ((weight, scale),) = shards((sum(widths),), 1)
+    fused, apart = [("weight", weight, None), ("weight_scale", scale, None)], loads(shards(widths, 2))
+    expected = {
+        True: x @ dequantize(weight, scale).T,
+        False: torch.cat([x @ dequantize(*matrix).T for matrix in shards(widths, 2)], -1),
+    }
+    built = merged(config, widths)
+    for load in fused if fused_first else apart:
+        built.load(*load)
+    built.finish()
+    assert_columns(built(x), expected[fused_first], "first")
+    try:
+        built.reload(*(apart if fused_first else fused))
+    except ValueError as error:
+        assert_named(error, "layers.1.self_attn.fused_qkv_a_proj")
+    else:
+        assert_columns(built(x), expected[not fused_first], "second")
+
+
 def test_a_padded_tail_is_cut_by_a_view(config: VllmConfig) -> None:
     built = loaded(config, MLA_WIDTHS)
     out = built(tokens(4, COLS))
@@ -261,6 +339,23 @@ def test_a_padded_layer_compiles_into_one_graph(config: VllmConfig, widths: tupl
             eager = built.layer.quant_method.apply(built.layer, x)
             assert eager.shape == (count, sum(widths))
             assert torch.equal(compiled(built.layer, x), eager)
+
+
+@pytest.mark.parametrize("missing", ["gate_proj.weight", "up_proj.weight_scale"])
+def test_shards_are_named_as_the_model_maps_them(config: VllmConfig, missing: str) -> None:
+    """vLLM's loader gives a model's mapping to the finished config of a mixed checkpoint, where the model does not."""
+    names, mlp = ("gate_proj", "up_proj"), "model.layers.0.mlp."
+    mixed = get_quantization_config("modelopt_mixed")
+    quant = mixed.from_config(quantization_config(dict.fromkeys((mlp + name for name in names), "FP8_PB_WO")))
+    quant.packed_modules_mapping = {"gate_up_proj": list(names)}
+    prefix = mlp + "gate_up_proj"
+    built = modules.linear(config, MergedColumnParallelLinear, quant, COLS, [100, 200], disable_tp=True, prefix=prefix)
+    for name, tensor, shard in loads(shards((100, 200), 1)):
+        if f"{names[shard]}.{name}" != missing:
+            built.load(name, tensor, shard)
+    with refuses() as refused:
+        built.finish()
+    assert_named(refused.value, mlp + missing)
 
 
 # A projection that stands alone, and shards of both merged ones: name -> (layer, shard's place, merged layer).

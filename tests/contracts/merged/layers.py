@@ -64,6 +64,10 @@ class Shape:
             return MergedColumnParallelLinear(self.cols, list(self.rows), **kwargs)
         return QKVParallelLinear(self.cols, *self.heads, **kwargs)
 
+    def fused(self) -> Shape:
+        """As a checkpoint holds it that has one matrix for all of them."""
+        return Shape(self.name, (sum(self.rows),), self.cols, unsharded=self.unsharded)
+
     def share(self, matrices: list[torch.Tensor], size: int, rank: int) -> torch.Tensor:
         """The rows of every matrix that one rank of `size` computes, one after the other."""
         if self.unsharded:
@@ -181,7 +185,9 @@ class Layer:
             process_weights_after_loading(self.module, self.config.model_config, CPU)
 
     def _fill(self, checkpoint: Checkpoint) -> None:
-        for index, (shard, tensors) in enumerate(zip(self.shape.shards, checkpoint.matrices, strict=True)):
+        # A checkpoint may hold one matrix for all of them.
+        shards = self.shape.shards if len(checkpoint.matrices) > 1 else (None,)
+        for index, (shard, tensors) in enumerate(zip(shards, checkpoint.matrices, strict=True)):
             every = dict(tensors)
             if checkpoint.biases is not None:
                 every["bias"] = checkpoint.biases[index]
