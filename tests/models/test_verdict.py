@@ -84,3 +84,29 @@ def test_a_change_for_the_worse_is_seen(
 
 def test_what_is_mended_is_no_fault() -> None:
     assert kinds(report(WRONG), report(RIGHT)) == {"mended"}
+
+
+def later_refused(case: str) -> set[str]:
+    """The kinds where the release takes dummy weights and no real ones, and the patched tree neither."""
+    before, after = report(RIGHT), report(RIGHT)
+    before["steps"]["reload"] = {"refused": "KeyError: weight_scale"}
+    refuse(after)
+    return {finding.kind for finding in verdict.judge(case, before, after)}
+
+
+def test_only_fp8_pb_wo_may_refuse_what_the_release_cannot_load_either() -> None:
+    assert later_refused("qwen2/mixed-pb-wo-nvfp4/2.1/dummy, real/nan").isdisjoint(verdict.BROKEN)
+    assert "refused" in later_refused("qwen2/modelopt-nvfp4/2.1/dummy, real/nan")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_own"), [("attn.W_UK_T", True), ("attn.W_UV", True), ("lm_head.weight_scale", True), ("norm", False)]
+)
+def test_only_fp8_pb_wo_may_have_another_form_of_its_own(name: str, is_own: bool) -> None:
+    before = report(RIGHT)
+    before["steps"]["load"]["tensors"][name] = ["torch.bfloat16", [2], "00"]
+    after = copy.deepcopy(before)
+    after["steps"]["load"]["tensors"][name][2] = "11"
+    for case, may in (("deepseek/modelopt-pb-wo/1.0/load/nan", is_own), ("deepseek/modelopt-fp8/1.0/load/nan", False)):
+        found = {finding.kind for finding in verdict.judge(case, before, after)}
+        assert ("altered" in found) is not may

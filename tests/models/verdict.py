@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ class Finding:
 
 
 BROKEN = ("refused", "wrong", "worse", "moved", "altered")
+# What the fixes of FP8_PB_WO make another way on purpose: MLA's absorbed weights, from the logical matrix, and the
+# scales of a tied head, which has the embedding's weight and so no use for any.
+FORM_OF_PB_WO = re.compile(r".*\.W_U(K_T|V)|lm_head\.weight_scale")
 
 
 def judge(case: str, pristine: dict[str, Any], patched: dict[str, Any]) -> Iterator[Finding]:
@@ -40,9 +44,12 @@ def judge(case: str, pristine: dict[str, Any], patched: dict[str, Any]) -> Itera
                 yield Finding("wrong" if wrong else "mended", case, step, f"refused before; {_some(wrong)}")
             return
         if "refused" in after:
-            layers = [entry for seen in pristine["steps"].values() for entry in seen.get("layers", {}).values()]
-            # Only FP8_PB_WO's own fixes may refuse, and only what the release computes wrong.
-            wrong = "pb-wo" in case and not all(layer["right"] for layer in layers)
+            steps = pristine["steps"].values()
+            layers = [entry for seen in steps for entry in seen.get("layers", {}).values()]
+            # Only FP8_PB_WO's own fixes may refuse, and only what the release computes wrong, or cannot load itself
+            # once it gets the real weights.
+            served = all(layer["right"] for layer in layers) and not any("refused" in seen for seen in steps)
+            wrong = "pb-wo" in case and not served
             yield Finding("refused, wrong on stock" if wrong else "refused", case, step, after["refused"])
             return
         yield from _layers(case, step, before, after)
@@ -80,6 +87,8 @@ def _layers(case: str, step: str, before: dict[str, Any], after: dict[str, Any])
         rest = {
             key: value for key, value in before["tensors"].items() if not any(key.startswith(f"{n}.") for n in settled)
         }
+        if "pb-wo" in case:
+            rest = {key: value for key, value in rest.items() if not FORM_OF_PB_WO.fullmatch(key)}
         changed = sorted(key for key, value in rest.items() if after["tensors"].get(key) != value)
         if changed:
             yield Finding("altered", case, step, _some(changed))
