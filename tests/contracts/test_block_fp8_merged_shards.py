@@ -182,7 +182,7 @@ def assert_right_on_marlin(layer: Layer, checkpoint: Checkpoint) -> None:
 def test_marlin(bench: Bench, form: Format, shape: Shape, bias: bool) -> None:
     """Its preparation permutes the layer's bias, and both it and the kernel take the layer's width from the layer."""
     if not marlin.reads(block_scale(form)):
-        pytest.skip("this release's Marlin kernel looks for scales by another name")
+        pytest.skip("absent: this release's Marlin kernel looks for scales by another name")
     checkpoint = Checkpoint.random(form, shape, 1, bias=bias)
     with marlin.on_cpu():
         layer = bench.load(checkpoint, shape, kernels=marlin.MARLIN)
@@ -200,7 +200,7 @@ def test_weights_that_were_stored_as_the_kernel_reads_them(
 ) -> None:
     """A cache of processed weights: their own step is not run again."""
     if not compat.has_weight_cache():
-        pytest.skip("this release has none")
+        pytest.skip("absent: this release has none")
     shape = PARTIAL[3]
     checkpoint = Checkpoint.random(formats.FP8_DEEPSEEK, shape.fused() if fused else shape, 1, bias=True)
     with marlin.on_cpu():

@@ -421,7 +421,7 @@ def test_a_checkpoint_without_such_layers_is_not_called_one(config: VllmConfig) 
 
 def test_every_linear_algorithm_resolves_for_a_config_that_knows_no_model(config: VllmConfig) -> None:
     if not hasattr(modelopt, "resolve"):
-        pytest.skip("this release has a method class for each algorithm")
+        pytest.skip("absent: this release has a method class for each algorithm")
 
     class Bare:
         group_size = 16
