@@ -19,6 +19,7 @@ block before another begins, which stock refuses (compressed-tensors) or multipl
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -193,6 +194,13 @@ def test_marlin(bench: Bench, form: Format, shape: Shape, bias: bool) -> None:
             assert_right_on_marlin(layer, checkpoint)
 
 
+def marlin_needs_a_workspace() -> bool:
+    """Whether Marlin reads one that its post-load step leaves beside the parameters, as up to 0.30.0."""
+    from vllm.model_executor.kernels.linear.scaled_mm.marlin import MarlinFP8ScaledMMLinearKernel
+
+    return "layer.workspace" in inspect.getsource(MarlinFP8ScaledMMLinearKernel.apply_weights)
+
+
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused on disk"])
 @pytest.mark.parametrize("kind", [kernels.STRICT_BLOCKS, marlin.MARLIN], ids=["blocks", "Marlin"])
 def test_weights_that_were_stored_as_the_kernel_reads_them(
@@ -201,6 +209,8 @@ def test_weights_that_were_stored_as_the_kernel_reads_them(
     """A cache of processed weights: their own step is not run again."""
     if not compat.has_weight_cache():
         pytest.skip("absent: this release has none")
+    if kind is marlin.MARLIN and marlin_needs_a_workspace():
+        pytest.skip("absent: this release's Marlin kernel cannot run from the cache, which has no workspace for it")
     shape = PARTIAL[3]
     checkpoint = Checkpoint.random(formats.FP8_DEEPSEEK, shape.fused() if fused else shape, 1, bias=True)
     with marlin.on_cpu():

@@ -8,6 +8,8 @@ is refused by name. On GPUs without FP8 the layers run on Marlin, which takes ro
 
 What is refused, by name, and why stock is wrong there:
 - what test_block_fp8_post_load.py lists;
+- an unquantized tensor for a matrix that a mixed config neither lists nor excludes, beside FP8_PB_WO ones: stock casts
+  it to E4M3 under a scale that was never loaded;
 - under tensor parallelism, a tensor that is fused on disk and has a matrix that ends inside a block: stock gives a rank
   the scales of other rows. On one rank it is served, as stock serves those whose matrices take as many blocks apart as
   fused from 0.29.0 on;
@@ -94,6 +96,37 @@ def assert_padding_is_inert(built: modules.Linear, logical: int) -> None:
     assert int((out != 0).any(0).sum()) == logical
     assert torch.isfinite(built.layer.weight_scale).all()
     assert torch.isfinite(built.layer.weight.float()).all()
+
+
+MERGED_OF_K3 = {
+    "self_attn.in_proj_qkvgfab": compat.KDA_MERGED,
+    "self_attn.fused_qkv_a_proj": compat.MLA_MERGED,
+    "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+}
+if compat.merges_mla_gate():
+    MERGED_OF_K3["self_attn.fused_qkv_a_g_proj"] = (*compat.MLA_MERGED, "g_proj")
+
+
+@pytest.mark.parametrize(
+    ("layer", "unquantized"), [(layer, name) for layer, names in MERGED_OF_K3.items() for name in names]
+)
+def test_an_unquantized_matrix_that_the_config_does_not_list_is_refused(
+    config: VllmConfig, layer: str, unquantized: str
+) -> None:
+    prefix, names = f"language_model.model.layers.3.{layer}", MERGED_OF_K3[layer]
+    parent = prefix.rpartition(".")[0]
+    listed = quantization_config({f"{parent}.{name}": "FP8_PB_WO" for name in names if name != unquantized})
+    with refuses() as refused:
+        quant = modules.mixed_config(listed)
+        built = modules.linear(config, MergedColumnParallelLinear, quant, COLS, [BLOCK] * len(names), prefix=prefix)
+        for index, (weight, scale) in enumerate(shards((BLOCK,) * len(names), 1)):
+            if names[index] == unquantized:
+                built.load("weight", torch.ones(BLOCK, COLS, dtype=modules.MODEL_DTYPE), index)
+            else:
+                built.load("weight", weight, index)
+                built.load("weight_scale", scale, index)
+        built.finish()
+    assert_named(refused.value, unquantized)
 
 
 @pytest.mark.parametrize("size", modules.TP_SIZES)
