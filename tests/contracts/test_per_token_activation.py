@@ -16,6 +16,7 @@ An activation for other formats' experts, which stock ignores, is ignored with a
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,10 @@ def test_what_these_experts_cannot_do_is_an_error(
 
 def test_an_activation_for_other_formats_experts_is_no_fault(flashinfer: FakeFlashInfer, tmp_path: Path) -> None:
     """mxfp8 is for MXFP4 experts. Beside a ModelOpt checkpoint that the engine recognizes, stock releases ignore it."""
+    from vllm.model_executor.layers.quantization import modelopt
+
+    if "Unsupported ModelOpt NVFP4 MoE activation override" in inspect.getsource(modelopt):
+        pytest.skip("absent: this release itself asks that such an override be left out")
     layer = served(flashinfer, tmp_path, {"moe": {"activation": "mxfp8"}}, quantization=None)
     load(layer)
     assert layer.call_kernel()["per_token_scale"] is None
