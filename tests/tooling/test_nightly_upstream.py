@@ -26,6 +26,7 @@ from k3patches import fetch, series, status, tracking
 from k3patches.contracts import contract_file
 from k3patches.nightly_run import OUTCOME
 from k3patches.project import Project
+from k3patches.upstream import results
 from miniature import ROOT, git
 from nightly_checkout import Hosted
 from upstream import OTHER_LINE, Change, repository
@@ -262,7 +263,8 @@ def test_a_new_release_and_a_fix_made_another_way(nightly: Nightly, change: Chan
     branch = nightly.branch(f"k3-rebase/v{NEXT}")
     patch = f"0001{change.patch.name[4:]}"
     files = {f"patches/v{NEXT}/{name}" for name in ("series", bases.FILE, patch)}
-    assert set(branch) == files | {"README.md", f"patches/{status.FILE}", f"patches/{tracking.PAGE}"}
+    pages = {f"patches/{name}" for name in (status.FILE, tracking.PAGE, results.FILE)}
+    assert set(branch) == files | pages | {"README.md"}
     told = json.loads(branch[f"patches/{status.FILE}"])["bases"][NEXT]["fixes"]
     assert {fix: entry["state"] for fix, entry in told.items()} == dict.fromkeys(change.patch.contracts, "patched")
     for fix in change.patch.contracts:

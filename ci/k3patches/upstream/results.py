@@ -16,7 +16,7 @@ from k3patches.status import Origin
 from k3patches.upstream.sides import Comparison, Outcomes
 
 FILE = "upstream-tests.json"
-OUTCOMES = set(Outcomes().counts())
+OUTCOMES = tuple(Outcomes().counts())
 AGAIN = "run ci/upstream-tests.sh"
 
 
@@ -44,7 +44,7 @@ class Entry:
         entry = cls(Origin(**{n: told[n] for n in names}), **{k: v for k, v in told.items() if k not in names})
         numbers = [entry.files, *entry.pristine.values(), *entry.patched.values()]
         texts = [*asdict(entry.origin).values(), *entry.turned.values()]
-        if {*entry.pristine} != OUTCOMES or {*entry.patched} != OUTCOMES:
+        if any(sorted(counts) != sorted(OUTCOMES) for counts in (entry.pristine, entry.patched)):
             raise ValueError("it counts something else")
         if any(type(n) is not int or n < 0 for n in numbers) or any(not isinstance(t, str) for t in texts):
             raise ValueError("it has entries of another kind")
