@@ -57,6 +57,12 @@ class Patch:
         return list(dict.fromkeys(side.partition("/")[2] for side in sides))
 
     @property
+    def lines(self) -> tuple[int, int]:
+        """How many lines it adds to code, and how many to tests."""
+        tests = sum(f.added for f in self.diff if f.path.startswith("tests/"))
+        return sum(f.added for f in self.diff) - tests, tests
+
+    @property
     def contracts(self) -> list[str]:
         """Ids of the fixes that the patch is for."""
         return _ids(self.trailers.get(CONTRACT, []))

@@ -13,6 +13,7 @@ from k3patches import contracts, series, status_readme
 from k3patches.contracts import State
 from k3patches.errors import UserError
 from k3patches.pr import known
+from k3patches.pr import page as pull_requests
 from k3patches.pr.known import Ground
 from k3patches.project import Project
 from k3patches.series import Patch
@@ -28,14 +29,18 @@ Where each fix stands on each release and upstream. A patch goes from a base's s
 on the pristine release, which is what *native* means, and not before, whatever was merged; `ci/status.sh` and
 `ci/rebase.sh` decide it by running the contracts. Upstream-Status is in Yocto's words and stands in the patch itself.
 What is said of a pull request or an issue is what it is about; where it stands today, its page tells.
+What is best sent first is in [PULL_REQUESTS]({pull_requests.PAGE}).
 """
 
 
 def pages(project: Project, table: Table) -> dict[Path, str]:
-    """What this table is read in: README.md, with the table in it, and the page."""
-    readme = project.root / "README.md"
+    """What this table is read in: README.md, with the table in it, and the pages."""
+    readme, folder = project.root / "README.md", project.root / "patches"
     text = status_readme.place(readme.read_text(encoding="utf-8"), table)
-    return {readme: text, project.root / "patches" / PAGE: page(project, table)}
+    release = list(table.columns)[-1]
+    grounds = grounds_of(project, table.fixes)
+    order = pull_requests.page(release, series.load(project.series_dir(release)), grounds)
+    return {readme: text, folder / PAGE: page(project, table), folder / pull_requests.PAGE: order}
 
 
 def require_current(project: Project, table: Table) -> None:
@@ -55,6 +60,12 @@ def grounds_of(project: Project, fixes: Sequence[str]) -> dict[str, Ground]:
         )
     if unknown := sorted(grounds.keys() - set(fixes)):
         raise UserError(f"patches/pr/{known.FILE} has a table for {unknown[0]}, which is no fix: mend its name")
+    if bare := [fix for fix in fixes if not (grounds[fix].harm and grounds[fix].symptom)]:
+        harms = ", ".join(f'"{harm.value}"' for harm in known.Harm)
+        raise UserError(
+            f"patches/pr/{known.FILE} does not say what users have without {bare[0]}: give it a symptom, in one "
+            f"sentence, and a harm, one of {harms}"
+        )
     return grounds
 
 

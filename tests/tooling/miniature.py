@@ -380,10 +380,10 @@ def create(root: Path) -> Mini:
 
 
 def known(mini: Mini, *fixes: str) -> None:
-    """Write what is known of upstream: nothing of these fixes."""
+    """Write what users have without these fixes, and that upstream does nothing about them."""
     path = mini.root / "patches" / "pr" / "known.toml"
     path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(f"[{fix}]\n" for fix in fixes))
+    path.write_text("".join(f'[{fix}]\nharm = "an error"\nsymptom = "It ends."\n' for fix in fixes))
 
 
 def in_process(mini: Mini, patch: pytest.MonkeyPatch) -> Run:

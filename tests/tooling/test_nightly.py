@@ -76,7 +76,7 @@ def issues(checkout: Checkout) -> list[dict[str, Any]]:
 def pushed(checkout: Checkout, branch: str = BRANCH) -> dict[str, str]:
     """What a branch on the host adds, but for the status table and upstream's tests, which it must have."""
     files = checkout.branch(branch)
-    pages = ("README.md", "patches/status.json", "patches/TRACKING.md", UPSTREAM_TESTS)
+    pages = ("README.md", "patches/status.json", "patches/TRACKING.md", "patches/PULL_REQUESTS.md", UPSTREAM_TESTS)
     assert {files.pop(name, "") for name in pages}.isdisjoint([""])
     return files
 

@@ -25,6 +25,7 @@ from k3patches import base as bases
 from k3patches import fetch, series, status, tracking
 from k3patches.contracts import contract_file
 from k3patches.nightly_run import OUTCOME
+from k3patches.pr import page as pull_requests
 from k3patches.project import Project
 from k3patches.upstream import results
 from miniature import ROOT, git
@@ -49,7 +50,8 @@ class Nightly(Hosted):
         for name in ("build.sh", "pyproject.toml", "README.md", "VERSION"):
             shutil.copy2(ROOT / name, root)
         (root / "patches" / "pr").mkdir()
-        (root / "patches" / "pr" / "known.toml").write_text("".join(f"[{fix}]\n" for fix in change.patch.contracts))
+        told = (f'[{fix}]\nharm = "an error"\nsymptom = "It ends."\n' for fix in change.patch.contracts)
+        (root / "patches" / "pr" / "known.toml").write_text("".join(told))
         (root / "patches" / status.FILE).write_text(status.Table(PROJECT.revision, {}, {}).to_json())
         shutil.copytree(ROOT / "ci", root / "ci", ignore=shutil.ignore_patterns("__pycache__"))
         # Upstream's own tests have tests of their own, and take longer than all of this.
@@ -263,7 +265,7 @@ def test_a_new_release_and_a_fix_made_another_way(nightly: Nightly, change: Chan
     branch = nightly.branch(f"k3-rebase/v{NEXT}")
     patch = f"0001{change.patch.name[4:]}"
     files = {f"patches/v{NEXT}/{name}" for name in ("series", bases.FILE, patch)}
-    pages = {f"patches/{name}" for name in (status.FILE, tracking.PAGE, results.FILE)}
+    pages = {f"patches/{name}" for name in (status.FILE, tracking.PAGE, pull_requests.PAGE, results.FILE)}
     assert set(branch) == files | pages | {"README.md"}
     told = json.loads(branch[f"patches/{status.FILE}"])["bases"][NEXT]["fixes"]
     assert {fix: entry["state"] for fix, entry in told.items()} == dict.fromkeys(change.patch.contracts, "patched")

@@ -52,7 +52,9 @@ def test_a_fix_is_started(mini: Mini, run: Run) -> None:
     assert (opened(mini) / "tests" / "test_delta_fix.py").read_text().startswith(SPDX)
     assert "cpu_test" in (opened(mini) / "tests" / "test_delta_fix.py").read_text()
     assert git(opened(mini), "status", "--porcelain") == ""
-    assert (mini.root / "patches" / "pr" / "known.toml").read_text().endswith("\n[delta-fix]\n")
+    assert (
+        (mini.root / "patches" / "pr" / "known.toml").read_text().endswith('\n[delta-fix]\nharm = ""\nsymptom = ""\n')
+    )
 
 
 def test_contract_and_test_fail_as_they_are(mini: Mini, run: Run) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import fake_status
 import pytest
 from k3patches import contracts, status, tracking
+from k3patches.pr import page as pull_requests
 from k3patches.project import Project
 from k3patches.status_readme import BEGIN, END
 from miniature import COMMITS, RELEASE, ROOT, Mini, Run, known, require_error, require_ok
@@ -94,6 +95,41 @@ def test_every_fix_has_its_entry_and_no_other(
     require_error(run("table", "--pages"), "known.toml", *words)
     # Before anything is run.
     require_error(run("table", "--python", "/nowhere/python"), "known.toml", *words)
+
+
+@pytest.mark.parametrize("line", ['harm = "an error"\n', 'symptom = "It ends."\n'])
+def test_every_fix_says_what_users_have_without_it(tracked: Mini, run: Run, line: str) -> None:
+    place = tracked.root / "patches" / "pr" / "known.toml"
+    place.write_text(place.read_text().replace(f"[beta-fix]\n{line}", "[beta-fix]\n").replace(line, "", 1))
+    require_error(run("table", "--pages"), "known.toml", "without", "a symptom", '"wrong numbers"')
+
+
+def test_a_harm_that_is_none_is_told(tracked: Mini, run: Run) -> None:
+    place = tracked.root / "patches" / "pr" / "known.toml"
+    place.write_text(place.read_text().replace("an error", "bad", 1))
+    require_error(run("table", "--pages"), "known.toml", "bad")
+
+
+@pytest.mark.parametrize("depends", [True, False])
+def test_what_is_best_sent_first_comes_first(tracked: Mini, run: Run, depends: bool) -> None:
+    """beta-fix, which gives wrong numbers, before alpha-fix where it does not need it; gamma-fix is native by then."""
+    place = tracked.root / "patches" / "pr" / "known.toml"
+    head, mark, tail = place.read_text().partition("[beta-fix]\n")
+    place.write_text(head + mark + tail.replace("an error", "wrong numbers", 1))
+    beta = tracked.root / "patches" / "v0.29.0" / "0002-beta-fix.patch"
+    assert "Depends-On: alpha-fix\n" in beta.read_text()
+    if not depends:
+        beta.write_text(beta.read_text().replace("Depends-On: alpha-fix\n", ""))
+    project = Project(tracked.root)
+    pages = tracking.pages(project, status.read(tracked.root / "patches" / status.FILE))
+    assert "[PULL_REQUESTS](PULL_REQUESTS.md)" in pages[tracked.root / "patches" / tracking.PAGE]
+    page = pages[tracked.root / "patches" / pull_requests.PAGE]
+    rows = [line.split(" | ")[1:4] for line in page.splitlines() if line.startswith(("| 1 ", "| 2 ", "| 3 "))]
+    expected = [
+        ["[0001-alpha-fix](v0.29.0/0001-alpha-fix.patch)", "It ends.", "an error"],
+        ["[0002-beta-fix](v0.29.0/0002-beta-fix.patch)", "It ends.", "wrong numbers"],
+    ]
+    assert rows == (expected if depends else expected[::-1])
 
 
 def test_pages_are_not_written_of_an_old_table(tracked: Mini, run: Run) -> None:

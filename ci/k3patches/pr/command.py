@@ -9,7 +9,7 @@ import click
 
 from k3patches import fetch
 from k3patches.errors import UserError
-from k3patches.pr import check, many, stack
+from k3patches.pr import check, known, many, order, stack
 from k3patches.pr.desk import Desk, Options
 from k3patches.pr.export import Export
 from k3patches.pr.imports import Import, locate
@@ -52,7 +52,9 @@ ABORT = click.option("--abort", is_flag=True, help="Throw the kept tree away.")
 
 @click.command("export-pr", epilog=EXPORT_EXAMPLES)
 @click.argument("patch", metavar="NNNN", required=False)
-@click.option("--all", "every", is_flag=True, help="Every patch that upstream is still to get; implies --stack.")
+@click.option(
+    "--all", "every", is_flag=True, help="All that upstream is still to get, in its best order; implies --stack."
+)
 @BASE
 @click.option("--onto", type=(FILE, str), metavar="GITDIR REF", help="A commit of this clone. [default: the release]")
 @click.option("--branch", help="The branch's name. [default: k3/FIX]")
@@ -103,7 +105,7 @@ def export_command(
     desk = Desk(project, release or project.default_release, options, trial=trial)
     with desk.lock():
         if every:
-            pending = [found for found in desk.patches if stack.pending(found)]
+            pending = order.pending(desk.patches, known.load(desk.shared))
             rows = many.export_all(desk, pending, check.there_and_back if trial else None)
             many.show(desk, rows)
             if json_file:

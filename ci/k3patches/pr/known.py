@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from k3patches.errors import UserError
@@ -14,6 +15,15 @@ else:
     import tomli as tomllib
 
 FILE = "known.toml"
+
+
+class Harm(Enum):
+    """What a user has without a fix, the worst first."""
+
+    WRONG_NUMBERS = "wrong numbers"
+    ERROR = "an error"
+    COST = "time or memory"
+    FEATURE = "a feature less"
 
 
 @dataclass(frozen=True)
@@ -31,10 +41,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Ground:
-    """What is known of one fix, and the words to search upstream's pull requests for."""
+    """What is known of one fix, and the words to search upstream's pull requests for.
+
+    ``symptom`` is what a user sees without the fix, in one sentence, and ``harm`` of which kind that is.
+    """
 
     entries: tuple[Entry, ...] = ()
     search: tuple[str, ...] = ()
+    harm: Harm | None = None
+    symptom: str = ""
 
 
 def load(folder: Path) -> dict[str, Ground]:
@@ -52,6 +67,8 @@ def load(folder: Path) -> dict[str, Ground]:
                     for number, what in table.get(kind, {}).items()
                 ),
                 tuple(map(str, table.get("search", []))),
+                Harm(table["harm"]) if table.get("harm") else None,
+                str(table.get("symptom", "")),
             )
             for fix, table in data.items()
         }

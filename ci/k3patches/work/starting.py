@@ -57,7 +57,7 @@ def forget(place: Place, fix: str) -> Path | None:
         if contract.read_text() != templates.CONTRACT_FILE.format(fix=fix):
             return contract
         contract.unlink()
-    path, table = _known(place.project), f"\n[{fix}]\n"
+    path, table = _known(place.project), templates.KNOWN.format(fix=fix)
     if path.is_file() and (text := path.read_text(encoding="utf-8")).endswith(table):
         _write(path, text.removesuffix(table))
     return None
@@ -106,7 +106,7 @@ def _known(project: Project) -> Path:
 def _make_known(project: Project, fix: str) -> None:
     path = _known(project)
     if fix not in known.load(path.parent) and path.is_file():
-        _write(path, path.read_text(encoding="utf-8") + f"\n[{fix}]\n")
+        _write(path, path.read_text(encoding="utf-8") + templates.KNOWN.format(fix=fix))
 
 
 def _write(path: Path, text: str) -> None:

@@ -53,6 +53,10 @@ def test_{{name}}() -> None:
 '''
 
 
+# What patches/pr/known.toml asks about it.
+KNOWN = '\n[{fix}]\nharm = ""\nsymptom = ""\n'
+
+
 def left(message: str) -> bool:
     """Whether a line of the message still is the template's."""
     return any(line.startswith(LEFT) for line in message.splitlines())
