@@ -19,11 +19,13 @@ from k3patches import tree as trees
 from k3patches.base import Base
 from k3patches.contracts import contract_file
 from k3patches.git import GitError, git
+from k3patches.messages import CONTRACT, OWN, PICKED, UPSTREAM_STATUS
 from k3patches.refresh import export
-from k3patches.series import CONTRACT, DEPENDS_ON, UPSTREAM_STATUS, Patch, select
+from k3patches.series import Patch, select
 from k3patches.source import Source
 
 SUBJECT = re.compile(r"(\[[A-Z][A-Za-z0-9 /-]*\])+ \S.{7,}")
+TRAILERS = (*OWN, "Signed-off-by", "Co-authored-by", "Fixes")
 STATUS = re.compile(r"(Pending|Submitted|Backport|Inappropriate) \[\S.*\]")
 SPDX = ("SPDX-License-Identifier: Apache-2.0", "SPDX-FileCopyrightText: Copyright contributors to the vLLM project")
 SUBJECT_LIMIT = 72
@@ -111,15 +113,18 @@ def _trailers(bench: Bench) -> Iterator[str]:
         for fix in patch.contracts:
             if not (bench.contracts / contract_file(fix)).is_file():
                 yield f"{patch.name}: {CONTRACT} {fix} has no {contract_file(fix)} in {bench.contracts.name}/"
-        statuses = patch.trailers.get(UPSTREAM_STATUS, [])
+        statuses = patch.message.values(UPSTREAM_STATUS)
         if len(statuses) != 1 or not STATUS.fullmatch(statuses[0]):
             yield f"{patch.name}: one {UPSTREAM_STATUS} is wanted: Pending, Submitted, Backport or Inappropriate [why]"
-        if patch.author not in patch.trailers.get("Signed-off-by", []):
+        if patch.author not in patch.message.values("Signed-off-by"):
             yield f"{patch.name}: no Signed-off-by of its author, {patch.author}"
-        if unknown := set(patch.trailers).difference(
-            {CONTRACT, DEPENDS_ON, UPSTREAM_STATUS, "Signed-off-by", "Co-authored-by", "Fixes"}
-        ):
-            yield f"{patch.name}: unknown trailer {sorted(unknown)[0]}"
+        for trailer in patch.message.trailers:
+            if trailer.key and trailer.key not in TRAILERS:
+                yield f"{patch.name}: unknown trailer {trailer.key}"
+            elif not trailer.key and not trailer.text.startswith(PICKED):
+                yield f"{patch.name}: {trailer.text!r} stands among the trailers and is none"
+        if str(patch.message) != f"{patch.subject}\n\n{patch.body.rstrip()}\n":
+            yield f"{patch.name}: leave one empty line between text and trailers, and none after them"
 
 
 def _scope(bench: Bench) -> Iterator[str]:

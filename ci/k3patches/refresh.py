@@ -8,6 +8,7 @@ from pathlib import Path
 from k3patches import series
 from k3patches.errors import UserError
 from k3patches.git import GitError, git
+from k3patches.messages import CONTRACT
 from k3patches.tree import PRISTINE_TAG, replacing
 
 # Two exports of one commit are the same bytes on any day and machine; whole blob ids let git merge three ways,
@@ -57,7 +58,7 @@ def refresh(tree: Path, folder: Path) -> list[str]:
             draft.write_bytes(export(tree, commit))
             patch = series.read(draft)
             if not patch.contracts:
-                raise UserError(f"commit {commit[:12]} ({patch.subject}) has no {series.CONTRACT} trailer: add one")
+                raise UserError(f"commit {commit[:12]} ({patch.subject}) has no {CONTRACT} trailer: add one")
             names.append(f"{number:04d}-{patch.contracts[0]}.patch")
             draft.rename(new / names[-1])
         (new / series.SERIES_FILE).write_text("".join(f"{line}\n" for line in [*_opening(folder), *names]))

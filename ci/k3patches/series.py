@@ -14,12 +14,12 @@ from pathlib import Path
 from unidiff.errors import UnidiffParseError
 from unidiff.patch import PatchSet
 
+from k3patches import messages
 from k3patches.errors import UserError
+from k3patches.messages import CONTRACT, DEPENDS_ON, UPSTREAM_STATUS, Message
 
 SERIES_FILE = "series"
 NAME = re.compile(r"(\d{4})-[A-Za-z0-9._-]+\.patch")
-# The trailers that only this project reads; an exported pull request loses them.
-CONTRACT, DEPENDS_ON, UPSTREAM_STATUS = "Contract", "Depends-On", "Upstream-Status"
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class Patch:
     """One patch file: a mail that ``git am`` takes.
 
     ``files`` are the paths it touches, relative to the tree.
-    ``trailers`` holds the values of every trailer in the message's last paragraph, in order.
     """
 
     path: Path
@@ -36,7 +35,7 @@ class Patch:
     date: str
     subject: str
     body: str
-    trailers: dict[str, list[str]]
+    message: Message
     diff: PatchSet
 
     @property
@@ -65,16 +64,16 @@ class Patch:
     @property
     def contracts(self) -> list[str]:
         """Ids of the fixes that the patch is for."""
-        return _ids(self.trailers.get(CONTRACT, []))
+        return self.message.ids(CONTRACT)
 
     @property
     def depends_on(self) -> list[str]:
         """Ids of the fixes that must come before it."""
-        return _ids(self.trailers.get(DEPENDS_ON, []))
+        return self.message.ids(DEPENDS_ON)
 
     @property
     def upstream_status(self) -> str:
-        return "; ".join(self.trailers.get(UPSTREAM_STATUS, []))
+        return "; ".join(self.message.values(UPSTREAM_STATUS))
 
 
 def load(folder: Path) -> list[Patch]:
@@ -134,14 +133,15 @@ def read(path: Path) -> Patch:
         diff = PatchSet(rest[start:])
     except UnidiffParseError as e:
         raise UserError(f"{path} was damaged or edited by hand: {e}; restore it, or export its commit again") from None
+    subject = re.sub(r"^\[PATCH[^\]]*\] ", "", " ".join(subject.split()))
     return Patch(
         path=path,
         data=data,
         author=author,
         date=date,
-        subject=re.sub(r"^\[PATCH[^\]]*\] ", "", " ".join(subject.split())),
+        subject=subject,
         body=message,
-        trailers=_trailers(message),
+        message=messages.parse(f"{subject}\n\n{message}"),
         diff=diff,
     )
 
@@ -163,15 +163,3 @@ def select(patches: list[Patch], until: str | None = None, skip: Iterable[str] =
             raise UserError(f"{patch.name} depends on {missing[0]}, which is left out: leave out both, or neither")
         have.update(patch.contracts)
     return kept
-
-
-def _trailers(message: str) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for line in message.rstrip().split("\n\n")[-1].splitlines():
-        if match := re.fullmatch(r"([A-Z][A-Za-z-]*): (.+)", line):
-            found.setdefault(match[1], []).append(match[2].strip())
-    return found
-
-
-def _ids(values: list[str]) -> list[str]:
-    return [i for value in values for i in re.split(r"[,\s]+", value) if i]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from k3patches import base as bases
-from k3patches import contracts, fetch, series, status, status_readme, tracking
+from k3patches import contracts, fetch, files, series, status, status_readme, tracking
 from k3patches.errors import UserError
 from k3patches.project import Project
 from k3patches.source import Sdist
@@ -79,8 +78,8 @@ def table_command(
         if pages:
             table = status.read(place)
             _require_current(project, folder, table)
-            for file, text in tracking.pages(project, table).items():
-                _write(file, text)
+            for page, text in tracking.pages(project, table).items():
+                files.write(page, text)
             return
         if earlier:
             table = status.read(earlier)
@@ -105,13 +104,13 @@ def table_command(
         if not check and (write_broken or not wrong):
             if chosen and place.is_file():
                 table = status.read(place).with_columns(table, project.releases)
-            files = {place: table.to_json()}
+            written = {place: table.to_json()}
             if not json_file:
                 # The pages are of the table in patches/status.json.
-                files |= tracking.pages(project, table)
-            for file, text in files.items():
-                _write(file, text)
-            click.echo(f"written: {', '.join(map(str, files))}", err=True)
+                written |= tracking.pages(project, table)
+            for path, text in written.items():
+                files.write(path, text)
+            click.echo(f"written: {', '.join(map(str, written))}", err=True)
     if wrong:
         what = "written nevertheless" if write_broken and not check else "nothing is written"
         raise UserError(f"{'; '.join(wrong)}; {what}: mend them, pytest tests/contracts --tree TREE shows them alone")
@@ -131,7 +130,7 @@ def _measure(
         subjects.append(Subject(base, patches, Sdist(path, base.sdist.sha256)))
     table = run.table(subjects, thorough)
     # For --from, and to look into.
-    _write(project.root / "build" / status.FILE, table.to_json())
+    files.write(project.root / "build" / status.FILE, table.to_json())
     for line in run.details(table):
         click.echo(line, err=True)
     return table, run.wrong
@@ -145,11 +144,3 @@ def _pinned(project: Project, release: str) -> tuple[bases.Base, list[series.Pat
 def _require_current(project: Project, folder: Path, table: Table) -> None:
     if old := status.stale(table, project, folder):
         raise UserError(f"the status table is not of today: {'; '.join(old)}; {AGAIN} and commit what it writes")
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        new = Path(folder) / path.name
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)

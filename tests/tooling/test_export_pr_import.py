@@ -83,6 +83,29 @@ def test_what_was_amended_is_in_the_patch(mini: Mini, run: Run) -> None:
     assert git(tree(mini, ONE), "rev-parse", "HEAD^{tree}") == content
 
 
+def test_a_trailer_in_two_lines_and_one_that_git_wrote(mini: Mini, run: Run) -> None:
+    """Upstream's branch has none of the fork's, and all come back."""
+    picked = f"(cherry picked from commit {'0' * 40})"
+    path = mini.series_dir / f"{ONE}.patch"
+    text = path.read_text().replace("Contract: alpha-fix\n", "Contract: alpha-fix,\n delta-fix\n")
+    path.write_text(text.replace(f"Signed-off-by: {AUTHOR}\n", f"Signed-off-by: {AUTHOR}\n{picked}\n"))
+    shutil.copy2(mini.root / "tests/contracts/test_alpha_fix.py", mini.root / "tests/contracts/test_delta_fix.py")
+    before = series(mini)
+    require_ok(run("lint"))
+    require_ok(run("export-pr", "0001"))
+    told = git(tree(mini, ONE), "log", "-1", "--format=%B").rstrip("\n")
+    assert told.endswith(f"alpha.py now adds 100.\n\nSigned-off-by: {AUTHOR}\n{picked}")
+    description = (tree(mini, ONE).parent / "description.md").read_text()
+    assert "test_alpha_fix.py" in description
+    assert "test_delta_fix.py" in description
+    assert "Upstream-Status" not in description
+    assert picked not in description
+    assert run("import-pr", "0001").code == NOTHING
+    amend(tree(mini, ONE), "vllm/alpha.py", EDITED)
+    require_ok(run("import-pr", "0001"))
+    assert patch_text(mini).partition("\n---\n")[0] == before[f"{ONE}.patch"].decode().partition("\n---\n")[0]
+
+
 def test_a_review_becomes_one_patch_with_credit(mini: Mini, run: Run) -> None:
     require_ok(run("export-pr", "0001"))
     there = tree(mini, ONE)

@@ -154,6 +154,7 @@ def test_a_long_address_in_the_body_is_no_finding(mini: Mini, run: Run) -> None:
         (AUTHOR, "Another <another@maintainers.example>", "Signed-off-by of its author"),
         ("Contract: alpha-fix", "Contract: alpha-fix\nChange-Id: 5", "unknown trailer Change-Id"),
         ("Contract: alpha-fix", "Contract: alpha-fix\nContracts: beta-fix", "unknown trailer Contracts"),
+        ("Contract: alpha-fix", "Contract: alpha-fix\nand more", "'and more' stands among the trailers"),
     ],
 )
 def test_trailers(mini: Mini, run: Run, old: str, new: str, words: str) -> None:
@@ -170,6 +171,20 @@ def test_a_patch_for_no_fix(mini: Mini, run: Run) -> None:
     found = findings(mini, run)
     assert list(found) == ["trailers"]
     assert "no Contract trailer" in found["trailers"][0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("Contract: alpha-fix", "Contract: alpha-fix,\n beta-fix"),
+        (f"Signed-off-by: {AUTHOR}", f"Signed-off-by: {AUTHOR}\n(cherry picked from commit {'0' * 40})"),
+    ],
+)
+def test_trailers_as_git_reads_them(mini: Mini, run: Run, old: str, new: str) -> None:
+    trailers = GOOD_TRAILERS.replace(old, new)
+    assert trailers != GOOD_TRAILERS
+    series_of(mini, run, f"{SUBJECT}\n\n{BODY}\n\n{trailers}")
+    require_ok(run("lint"))
 
 
 @pytest.mark.parametrize(

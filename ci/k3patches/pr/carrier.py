@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from k3patches import files
 from k3patches.git import git
 from k3patches.rebase import carry, gitwork
 from k3patches.rebase.carry import Conflict, Labels
@@ -92,7 +93,4 @@ def note(folder: Path, patch: Patch, mail: bytes | None) -> None:
     if mail is None:
         path.unlink(missing_ok=True)
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.new")
-    new.write_bytes(mail)
-    new.replace(path)
+    files.write(path, mail)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from k3patches.contracts import contract_file
-from k3patches.pr import strip
 from k3patches.pr.known import Ground
 from k3patches.pr.runs import Results
 from k3patches.series import Patch
@@ -82,8 +81,7 @@ def _texts(subject: Subject, results: Results) -> dict[str, str]:
 
 def _body(patch: Patch) -> str:
     """The message's body: a line a paragraph, as a line break in a pull request is one for the reader."""
-    message, _ = strip.split(f"{patch.subject}\n\n{patch.body.strip()}\n")
-    paragraphs = message.split("\n\n")[1:]
+    paragraphs = patch.message.body.split("\n\n")[1:]
     return "\n\n".join(_unwrapped(text) for text in paragraphs if text)
 
 

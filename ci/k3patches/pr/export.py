@@ -8,18 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from k3patches import messages
 from k3patches.errors import UserError
 from k3patches.git import git
+from k3patches.messages import CONTRACT
 from k3patches.pr import carrier as carriers
 from k3patches.pr import description, known, place, record, runs, stack, strip
 from k3patches.pr.carrier import Stopped
 from k3patches.pr.desk import Desk
 from k3patches.pr.record import Exported, State
 from k3patches.pr.runs import Results
-from k3patches.rebase import gitwork, kept, messages
+from k3patches.rebase import gitwork, kept
 from k3patches.rebase.errors import NeedsPerson
 from k3patches.rebase.gitwork import Commit
-from k3patches.series import CONTRACT, Patch
+from k3patches.series import Patch
 from k3patches.tree import PRISTINE_TAG
 
 
@@ -164,7 +166,7 @@ class Export:
             self.state.save(self.folder)
         commits = gitwork.above(self.tree, PRISTINE_TAG)
         wanted = [p.contracts[0] for p in self._members()]
-        if [(messages.ids(c.message, CONTRACT) or [""])[0] for c in commits] != wanted:
+        if [(messages.fixes(c.message) or [""])[0] for c in commits] != wanted:
             self._stop(None, f"{self._shown} must hold a commit for each of {', '.join(wanted)}, in this order")
         return self._as_in_the_series(commits)
 
@@ -179,7 +181,7 @@ class Export:
         return made
 
     def _there(self) -> set[str]:
-        return {f for c in gitwork.above(self.tree, PRISTINE_TAG) for f in messages.ids(c.message, CONTRACT)}
+        return {f for c in gitwork.above(self.tree, PRISTINE_TAG) for f in messages.fixes(c.message)}
 
     def _checkout(self, name: str, commit: str) -> Path:
         folder = self.folder / name

@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from k3patches import series
+from k3patches import files, messages, series
 from k3patches.errors import UserError
 from k3patches.git import GitError, git
+from k3patches.messages import CONTRACT
 from k3patches.pr import carrier as carriers
 from k3patches.pr import difference, place, record, squash, strip
 from k3patches.pr import upstream as upstreams
 from k3patches.pr.carrier import Stopped
 from k3patches.pr.desk import Desk
-from k3patches.rebase import carry, gitwork, kept, messages, publish
+from k3patches.rebase import carry, gitwork, kept, publish
 from k3patches.rebase.carry import Labels
 from k3patches.rebase.errors import NeedsPerson
 from k3patches.rebase.gitwork import Commit
-from k3patches.series import CONTRACT, Patch
+from k3patches.series import Patch
 from k3patches.tree import PRISTINE_TAG
 
 FILE = "import.json"
@@ -59,9 +60,7 @@ class State:
     asked: list[str] = field(default_factory=list)
 
     def save(self, folder: Path) -> None:
-        new = folder / f".{FILE}.new"
-        new.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        new.replace(folder / FILE)
+        files.write_record(folder / FILE, self)
 
 
 @dataclass(frozen=True)
@@ -246,13 +245,13 @@ class Import:
             self._carry(patch)
         commits = gitwork.above(self.tree, PRISTINE_TAG)
         wanted = [p.contracts[0] for p in self.desk.patches]
-        if [(messages.ids(c.message, CONTRACT) or [""])[0] for c in commits] != wanted:
+        if [(messages.fixes(c.message) or [""])[0] for c in commits] != wanted:
             self._stop(None, f"{self._shown} must hold a commit for each of {', '.join(wanted)}, in this order", [])
         mails = publish.patches(self.tree, commits)
         return Imported(self._files(mails), self._changed(mails))
 
     def _carry(self, patch: Patch) -> None:
-        there = {f for c in gitwork.above(self.tree, PRISTINE_TAG) for f in messages.ids(c.message, CONTRACT)}
+        there = {f for c in gitwork.above(self.tree, PRISTINE_TAG) for f in messages.fixes(c.message)}
         if patch.contracts[0] in there:
             return
         if patch.name in self.state.asked:
@@ -287,7 +286,7 @@ class Import:
     def _note_resolution(self, upstream: str) -> None:
         """Keep what an export of the edited patch could not do by itself."""
         git("checkout", "-q", "--detach", self.state.head, cwd=self.tree)
-        made = {messages.ids(c.message, CONTRACT)[0]: c for c in gitwork.above(self.tree, PRISTINE_TAG)}
+        made = {messages.fixes(c.message)[0]: c for c in gitwork.above(self.tree, PRISTINE_TAG)}
         patch = made[self.patch.contracts[0]]
         carrier = self.desk.carrier(self.tree, upstream, {self.patch.name: patch})
         content = strip.with_own_files(self.tree, gitwork.tree_of(self.tree, self.state.tip), patch.id)

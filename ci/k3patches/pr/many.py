@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from k3patches import files
 from k3patches.errors import UserError
 from k3patches.pr import place
 from k3patches.pr.desk import Desk
@@ -106,10 +106,7 @@ def show(desk: Desk, rows: Sequence[Row]) -> None:
 
 def write(path: Path, desk: Desk, rows: Sequence[Row]) -> None:
     data = {"base": desk.release, "onto": desk.upstream.label, "patches": [asdict(row) for row in rows]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(json.dumps(data, indent=1) + "\n")
-    new.replace(path)
+    files.write_json(path, data)
 
 
 def tell(desk: Desk, done: Done) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from k3patches import files
 from k3patches.errors import UserError
 
 STATE, EXPORTED = "state.json", "export.json"
@@ -70,9 +71,7 @@ def exported(folder: Path) -> Exported | None:
 
 
 def _save(what: State | Exported, path: Path) -> None:
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(json.dumps(asdict(what), indent=1) + "\n")
-    new.replace(path)
+    files.write_record(path, what)
 
 
 def _load(kind: type[Known], path: Path) -> Known | None:

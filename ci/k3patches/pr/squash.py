@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from k3patches import messages
 from k3patches.errors import UserError
 from k3patches.git import GitError, git
-from k3patches.pr import strip
+from k3patches.messages import OWN, Message, Trailer
 from k3patches.rebase import gitwork
 from k3patches.rebase.gitwork import Commit
 
@@ -49,19 +50,19 @@ def require_own(gitdir: Path, branch: str, start: str, tip: str) -> None:
 def message(found: Sequence[Commit], patch: Commit, exported: Commit | None) -> str:
     """The patch's message after the branch ``found``: the first commit's, this project's trailers, and all credits."""
     first, *others = found
+    old, new = messages.parse(patch.message), messages.parse(first.message)
     if exported and first.message == exported.message:
-        body, trailers = strip.split(patch.message)
+        new = old
     else:
-        body, trailers = strip.split(first.message)
-        trailers = [line for line in strip.split(patch.message)[1] if strip.own(line)] + [
-            line for line in trailers if not strip.own(line)
-        ]
+        trailers = [t for t in old.trailers if t.key in OWN] + [t for t in new.trailers if t.key not in OWN]
+        new = Message(new.body, tuple(trailers))
+    trailers = list(new.trailers)
     known = {address for _, address, _ in (patch.author, first.author)}
     for commit in others:
         name, address, _ = commit.author
-        credits = [line for line in strip.split(commit.message)[1] if line.partition(": ")[0] in CREDIT]
+        credits = [t for t in messages.parse(commit.message).trailers if t.key in CREDIT]
         # Whoever signs off is named by that; a review's author who does not is a co-author.
-        if address not in known and not any(f"<{address}>" in line for line in [*credits, *trailers]):
-            credits.insert(0, f"Co-authored-by: {name} <{address}>")
-        trailers += [line for line in credits if line not in trailers]
-    return strip.joined(body, trailers)
+        if address not in known and not any(f"<{address}>" in t.value for t in [*credits, *trailers]):
+            credits.insert(0, Trailer(f"Co-authored-by: {name} <{address}>"))
+        trailers += [t for t in credits if t not in trailers]
+    return str(Message(new.body, tuple(trailers)))

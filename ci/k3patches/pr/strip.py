@@ -11,18 +11,16 @@ from pathlib import Path
 
 from k3patches.errors import UserError
 from k3patches.git import git, plain_environment
-from k3patches.series import CONTRACT, DEPENDS_ON, UPSTREAM_STATUS
 
-TRAILERS = (CONTRACT, DEPENDS_ON, UPSTREAM_STATUS)
 # A patch may bring files for this project's own use along; they have their place here, and upstream never sees them.
 FILES = ("k3-patches",)
 # Holds the commit that was exported, whatever becomes of the branch.
 REF = "refs/k3/exported"
-# The body of a function of ``message``, as git-filter-repo takes it.
-CALLBACK = rf"""
-body, separator, last = message.rstrip(b"\n").rpartition(b"\n\n")
-kept = [line for line in last.split(b"\n") if not re.match(rb"({"|".join(TRAILERS)}): ", line)]
-return separator.join([body, b"\n".join(kept)]).rstrip(b"\n") + b"\n"
+# The body of a function of ``message``, as git-filter-repo takes it; it runs in a process of its own.
+CALLBACK = f"""
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from k3patches import messages
+return messages.without_own(message.decode(errors="surrogateescape")).encode(errors="surrogateescape")
 """
 
 
@@ -72,21 +70,3 @@ def with_own_files(tree: Path, content: str, source: str) -> str:
                 entries.append(entry)
     listed = "".join(f"{entry}\0" for entry in entries)
     return git("mktree", "-z", cwd=tree, given=listed).strip()
-
-
-def split(message: str) -> tuple[str, list[str]]:
-    """A message as it is without its trailers, and the trailers' lines."""
-    body, _, last = message.rstrip("\n").rpartition("\n\n")
-    lines = last.split("\n")
-    if not body or not all(line.partition(": ")[1] and " " not in line.partition(": ")[0] for line in lines):
-        return message.rstrip("\n"), []
-    return body, lines
-
-
-def own(line: str) -> bool:
-    """Whether only this project reads the trailer ``line``."""
-    return line.partition(": ")[0] in TRAILERS
-
-
-def joined(body: str, trailers: Sequence[str]) -> str:
-    return "\n\n".join([body, *(["\n".join(trailers)] if trailers else [])]) + "\n"

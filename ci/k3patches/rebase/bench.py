@@ -6,11 +6,10 @@ import hashlib
 import json
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 
-from k3patches import contracts
+from k3patches import contracts, files
 from k3patches.contracts import Outcome
 from k3patches.errors import UserError
 from k3patches.rebase import gitwork
@@ -54,8 +53,7 @@ class Bench:
         for fix in todo:
             # Where nothing failed, nothing was cut short.
             path = self._place(content, fix, in_short and known[fix].failed > 0)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(asdict(known[fix])))
+            files.write_record(path, known[fix])
         return {fix: known[fix] for fix in fixes}
 
     def _recall(self, content: str, fix: str, in_short: bool) -> Outcome | None:

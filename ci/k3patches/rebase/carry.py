@@ -6,8 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from k3patches import messages
 from k3patches.git import GitError, git
-from k3patches.rebase import gitwork, messages
+from k3patches.rebase import gitwork
 from k3patches.rebase.gitwork import Commit
 from k3patches.refresh import EXPORT
 

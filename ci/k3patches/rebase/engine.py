@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from k3patches import base as bases
-from k3patches import contracts, locks, release, series
+from k3patches import contracts, locks, messages, release, series
 from k3patches.base import Base
 from k3patches.contracts import Outcome
 from k3patches.errors import UserError
 from k3patches.git import git
+from k3patches.messages import CONTRACT
 from k3patches.project import Project
-from k3patches.rebase import carry, gitwork, kept, messages, plan, publish, resolutions, state
+from k3patches.rebase import carry, gitwork, kept, plan, publish, resolutions, state
 from k3patches.rebase import target as targets
 from k3patches.rebase.bench import Bench
 from k3patches.rebase.carry import Labels
@@ -33,7 +34,7 @@ from k3patches.rebase.since import since
 from k3patches.rebase.state import State
 from k3patches.rebase.store import Store
 from k3patches.rebase.target import Target
-from k3patches.series import CONTRACT, Patch
+from k3patches.series import Patch
 from k3patches.source import Source
 from k3patches.tree import PRISTINE_TAG
 
@@ -250,7 +251,7 @@ class Rebase:
         git("reset", "-q", "--hard", result, cwd=self.tree)
 
     def _done(self, step: Step) -> bool:
-        there = {fix for c in gitwork.above(self.tree, PRISTINE_TAG) for fix in messages.ids(c.message, CONTRACT)}
+        there = {fix for c in gitwork.above(self.tree, PRISTINE_TAG) for fix in messages.fixes(c.message)}
         return bool(there & set(step.fixes))
 
     def _carry_one(self, step: Step, merger: Merger, mail: Path | None) -> None:
@@ -295,11 +296,11 @@ class Rebase:
         for commit in gitwork.above(self.tree, PRISTINE_TAG):
             if len(git("rev-list", "--parents", "-1", commit.id, cwd=self.tree).split()) != 2:
                 self._stop(None, f"{commit.id[:12]} in {self._shown} is a merge: make it a line of commits")
-            for fix in messages.ids(commit.message, CONTRACT):
+            for fix in messages.fixes(commit.message):
                 if fix not in self.bench.fixes:
                     self._stop(None, f"commit {commit.id[:12]} in {self._shown} is for {fix}, which has no contract")
             message = messages.trimmed(commit.message, failing, available)
-            fixes = messages.ids(message, CONTRACT)
+            fixes = messages.fixes(message)
             if not fixes:
                 self._stop(
                     None,
@@ -320,7 +321,7 @@ class Rebase:
         """Run all contracts on the carried series: each must hold, or be absent."""
         with self.progress.step(f"contracts on {self.target.label} with {len(commits)} patches"):
             after = self.bench.run(self.tree, self.bench.fixes, self.log)
-        patched = {fix for c in commits for fix in messages.ids(c.message, CONTRACT)}
+        patched = {fix for c in commits for fix in messages.fixes(c.message)}
         for fix in self.report.fixes:
             outcome = after[fix.fix]
             fix.patched = str(outcome)
@@ -350,14 +351,14 @@ class Rebase:
             )
 
     def _tell_carried(self) -> None:
-        commits = [c for c in gitwork.above(self.tree, PRISTINE_TAG) if messages.ids(c.message, CONTRACT)]
+        commits = [c for c in gitwork.above(self.tree, PRISTINE_TAG) if messages.fixes(c.message)]
         self.report.carried = [self._carried(c) for c in commits]
         there = {fix for carried in self.report.carried for fix in carried.fixes}
         left = [s for s in self._steps if not set(s.fixes) & there and s.key not in self.state.dropped]
         self.report.pending = {s.key: self._name(s) for s in left}
 
     def _carried(self, commit: Commit) -> Carried:
-        fixes = messages.ids(commit.message, CONTRACT)
+        fixes = messages.fixes(commit.message)
         step = next((s for s in self._steps if set(s.fixes) & set(fixes)), None)
         key = step.key if step else fixes[0]
         candidate = step.candidate if step else None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from k3patches import base as bases
-from k3patches import fetch, series
+from k3patches import fetch, messages, series
 from k3patches.project import Project
-from k3patches.rebase import carry, gitwork, messages
+from k3patches.rebase import carry, gitwork
 from k3patches.rebase.carry import Labels, Merge
 from k3patches.rebase.gitwork import Commit
 from k3patches.rebase.plan import Candidate, Step

@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from k3patches import base as bases
-from k3patches import refresh, series
+from k3patches import messages, refresh, series
 from k3patches.base import Base
-from k3patches.rebase import messages
 from k3patches.rebase.gitwork import Commit
 
 OPENING = "# Applied in this order to {label}; ./build.sh lint checks them.\n"
@@ -21,7 +20,7 @@ def patches(tree: Path, commits: list[Commit]) -> dict[str, bytes]:
     """The patch files of ``commits``, numbered in order, each named after its first fix."""
     found = {}
     for number, commit in enumerate(commits, 1):
-        fix = messages.ids(commit.message, series.CONTRACT)[0]
+        fix = messages.fixes(commit.message)[0]
         found[f"{number:04d}-{fix}.patch"] = refresh.export(tree, commit.id)
     return found
 

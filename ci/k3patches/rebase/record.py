@@ -6,12 +6,12 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from k3patches import messages
 from k3patches.git import git
-from k3patches.rebase import carry, gitwork, messages, resolutions
+from k3patches.rebase import carry, gitwork, resolutions
 from k3patches.rebase.gitwork import Commit
 from k3patches.rebase.merger import Merger
 from k3patches.rebase.plan import Step
-from k3patches.series import CONTRACT
 from k3patches.tree import PRISTINE_TAG
 
 
@@ -30,7 +30,7 @@ class Recorder:
         available: set[str] = set()
         parent = gitwork.commit_of(self.tree, PRISTINE_TAG)
         for commit in commits:
-            fixes = messages.ids(commit.message, CONTRACT)
+            fixes = messages.fixes(commit.message)
             step = next((by_fix[f] for f in fixes if f in by_fix and by_fix[f].key not in order), None)
             step = step or Step(fixes[0], (fixes[0],))
             order.append(step.key)

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from k3patches import refresh, series
-from k3patches.rebase import messages
+from k3patches import messages, refresh, series
 from k3patches.rebase.carry import Conflict
 from k3patches.rebase.errors import Result
 from k3patches.rebase.gitwork import Commit

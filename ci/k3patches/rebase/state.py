@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from k3patches import files
 from k3patches.errors import UserError
 
 FILE = "state.json"
@@ -36,9 +37,7 @@ class State:
     series: str = ""
 
     def save(self, folder: Path) -> None:
-        new = folder / f".{FILE}.new"
-        new.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        new.replace(folder / FILE)
+        files.write_record(folder / FILE, self)
 
 
 def load(folder: Path) -> State | None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from k3patches import base as bases
-from k3patches import fetch, series, tree
+from k3patches import fetch, files, series, tree
 from k3patches.base import Base
 from k3patches.contracts import MALLOC
 from k3patches.errors import UserError
@@ -80,16 +79,16 @@ def upstream_tests_command(
             base, patches = bases.load(where), series.load(where)
             _trees(project, base, patches, cache)
             changed = _changed(project.patched_tree(release))
-            files = _files(project, release, changed)
+            chosen_tests = _files(project, release, changed)
             if listed:
-                click.echo("\n".join(files))
+                click.echo("\n".join(chosen_tests))
                 continue
-            click.echo(f"vLLM {release}: {len(files)} test files of upstream's", err=True)
-            found = _run(project, release, files, changed, jobs, python)
+            click.echo(f"vLLM {release}: {len(chosen_tests)} test files of upstream's", err=True)
+            found = _run(project, release, chosen_tests, changed, jobs, python)
             _show(release, found)
             entries = results.read(place) if place.is_file() else {}
-            entries[release] = Entry.of(Origin.of_series(base, patches), files, found)
-            _write(place, results.to_json(entries, project.releases))
+            entries[release] = Entry.of(Origin.of_series(base, patches), chosen_tests, found)
+            files.write(place, results.to_json(entries, project.releases))
             turned += [f"{release}: {t.test}" for t in found.turned]
     if turned:
         raise UserError(f"{len(turned)} of upstream's tests pass on the release and not with the series: {turned[0]}")
@@ -138,11 +137,3 @@ def _run(
 def _show(release: str, found: Comparison) -> None:
     for line in sides.summary(f"vLLM {release}", found):
         click.echo(line)
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        new = Path(folder) / path.name
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)

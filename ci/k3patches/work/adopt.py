@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-from k3patches import refresh
+from k3patches import files, refresh
 from k3patches import tree as trees
 from k3patches.git import GitError, git
 from k3patches.series import Patch
@@ -35,6 +35,4 @@ def adopt(tree: Path, patches: Sequence[Patch]) -> None:
         return
     if ours:
         made = replace(state, patches=[(p.name, p.sha256) for p in patches], head=head)
-        new = (tree / trees.STATE).with_suffix(".new")
-        new.write_text(json.dumps(asdict(made)))
-        new.replace(tree / trees.STATE)
+        files.write_record(tree / trees.STATE, made)

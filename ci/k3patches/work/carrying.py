@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from k3patches import series
+from k3patches import files, messages, series
 from k3patches.errors import UserError
 from k3patches.git import GitError, git
-from k3patches.rebase import carry, gitwork, kept, messages
+from k3patches.rebase import carry, gitwork, kept
 from k3patches.rebase.carry import Conflict, Labels
 from k3patches.rebase.errors import NeedsPerson
 from k3patches.rebase.gitwork import Commit
 from k3patches.rebase.progress import Progress
-from k3patches.series import CONTRACT
 from k3patches.tree import PRISTINE_TAG
 from k3patches.work.opening import QUILT_PATCHES, QUILT_STATE
 from k3patches.work.place import Place, State
@@ -101,9 +100,7 @@ class Carrying:
             self._save()
 
     def _save(self) -> None:
-        new = self.folder / f".{FILE}.new"
-        new.write_text(json.dumps(asdict(self.waiting), indent=1) + "\n")
-        new.replace(self.folder / FILE)
+        files.write_record(self.folder / FILE, self.waiting)
 
     def drop(self) -> None:
         """Leave nothing; a kill in between leaves what nobody waits for."""
@@ -117,8 +114,8 @@ class Carrying:
     def _carry(self) -> None:
         for name, commit in self.state.later:
             source = gitwork.commit_of(self.tree, commit)
-            there = {fix for c in self.commits for fix in messages.ids(c.message, CONTRACT)}
-            if messages.ids(source.message, CONTRACT)[0] in there:
+            there = {fix for c in self.commits for fix in messages.fixes(c.message)}
+            if messages.fixes(source.message)[0] in there:
                 continue
             if name in self.waiting.asked:
                 self.progress.say(f"  {name}: left out by hand")

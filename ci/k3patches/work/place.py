@@ -6,12 +6,12 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from k3patches import base as bases
-from k3patches import fetch, locks, series
+from k3patches import fetch, files, locks, series
 from k3patches.base import Base
 from k3patches.errors import UserError
 from k3patches.project import Project
@@ -40,9 +40,7 @@ class State:
     fix: str | None = None
 
     def save(self, folder: Path) -> None:
-        new = folder / f".{FILE}.new"
-        new.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        new.replace(folder / FILE)
+        files.write_record(folder / FILE, self)
 
 
 @dataclass(frozen=True)

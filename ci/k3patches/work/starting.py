@@ -6,7 +6,7 @@ import re
 from pathlib import Path, PurePosixPath
 
 from k3patches import base as bases
-from k3patches import contracts, lint, series
+from k3patches import contracts, files, lint, series
 from k3patches.errors import UserError
 from k3patches.git import GitError, git, git_as_user
 from k3patches.pr import known
@@ -41,9 +41,8 @@ def start(place: Place, fix: str, subject: str, test: str | None) -> tuple[Path,
         content = git("write-tree", cwd=tree).strip()
         git("reset", "-q", "--hard", gitwork.write_commit(tree, content, "HEAD", message, author), cwd=tree)
         # Before the edit is there, which could not be written back without; a contract alone may be started again.
-        contract.parent.mkdir(parents=True, exist_ok=True)
         if not contract.exists():
-            _write(contract, templates.CONTRACT_FILE.format(fix=fix))
+            files.write(contract, templates.CONTRACT_FILE.format(fix=fix))
         _make_known(place.project, fix)
 
     opening.at_end(place, begin)
@@ -59,7 +58,7 @@ def forget(place: Place, fix: str) -> Path | None:
         contract.unlink()
     path, table = _known(place.project), templates.KNOWN.format(fix=fix)
     if path.is_file() and (text := path.read_text(encoding="utf-8")).endswith(table):
-        _write(path, text.removesuffix(table))
+        files.write(path, text.removesuffix(table))
     return None
 
 
@@ -106,10 +105,4 @@ def _known(project: Project) -> Path:
 def _make_known(project: Project, fix: str) -> None:
     path = _known(project)
     if fix not in known.load(path.parent) and path.is_file():
-        _write(path, path.read_text(encoding="utf-8") + templates.KNOWN.format(fix=fix))
-
-
-def _write(path: Path, text: str) -> None:
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
+        files.write(path, path.read_text(encoding="utf-8") + templates.KNOWN.format(fix=fix))

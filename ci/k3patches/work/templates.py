@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from k3patches.lint import SPDX
-from k3patches.series import CONTRACT, UPSTREAM_STATUS
+from k3patches.messages import CONTRACT, UPSTREAM_STATUS
 
 # Starts each line of a message that is still to be written.
 LEFT = "TODO: "

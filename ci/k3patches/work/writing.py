@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from k3patches import base as bases
-from k3patches import refresh, series
+from k3patches import messages, refresh, series
 from k3patches.errors import UserError
 from k3patches.git import GitError, git
+from k3patches.messages import CONTRACT
 from k3patches.pr import difference
-from k3patches.rebase import gitwork, kept, messages, publish
+from k3patches.rebase import gitwork, kept, publish
 from k3patches.rebase.bench import Bench
 from k3patches.rebase.errors import NeedsPerson
-from k3patches.series import CONTRACT, Patch
+from k3patches.series import Patch
 from k3patches.tree import PRISTINE_TAG
 from k3patches.work import checks
 from k3patches.work.carrying import Carrying
@@ -133,7 +134,7 @@ class Writing:
         below = self.state.pristine
         for commit in self.carrying.commits:
             what = f"commit {commit.id[:12]} ({messages.subject(commit.message)})"
-            if not messages.ids(commit.message, CONTRACT):
+            if not messages.fixes(commit.message):
                 raise UserError(
                     f"{what} has no {CONTRACT} trailer: add one with the id of its fix, or squash it into its patch "
                     f"(git rebase -i --autosquash {PRISTINE_TAG})"
