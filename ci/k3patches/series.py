@@ -56,6 +56,12 @@ class Patch:
         return list(dict.fromkeys(side.partition("/")[2] for side in sides))
 
     @property
+    def preimages(self) -> dict[str, str]:
+        """The blob of each file before the patch; zeros where the patch adds it."""
+        index = re.compile(r"^index ([0-9a-f]+)\.\.", re.M)
+        return {f.path: match[1] for f in self.diff if (match := index.search("".join(f.patch_info or [])))}
+
+    @property
     def lines(self) -> tuple[int, int]:
         """How many lines it adds to code, and how many to tests."""
         tests = sum(f.added for f in self.diff if f.path.startswith("tests/"))

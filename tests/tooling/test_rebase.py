@@ -598,6 +598,26 @@ def test_a_folder(mini: Mini, run: Run, tmp_path: Path) -> None:
     assert states(mini, "vllm-next")["gamma-fix"] == "native"
 
 
+@pytest.mark.parametrize("near", ["0.27.1", "0.28.0"])
+def test_what_has_no_version_is_carried_to_from_the_base_that_it_is_like(
+    mini: Mini, run: Run, tmp_path: Path, near: str
+) -> None:
+    source = {"0.27.1": SOURCE, "0.28.0": later(mini, "0.28.0", SHIFTED)}[near]
+    require(run("rebase", "0.28.0"), REBASED)
+    folder = tmp_path / "somebodys"
+    for name, text in {**source, "vllm/more.py": "", "vllm/gamma.py": SOURCE["vllm/gamma.py"] + "\n"}.items():
+        if name != "PKG-INFO":
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+    told = require(run("rebase", folder), REBASED)
+    assert f"nearest to vLLM {near}: 2 of the 3 files that its series changes are as there" in told.err
+    assert {c["source"].split()[-1] for c in report(mini, "somebodys")["carried"]} == {near}
+    # Unless somebody says where from.
+    told = require(run("rebase", folder, "--from", "0.27.1"), NOTHING)
+    assert "nearest to" not in told.err
+    assert {c["source"].split()[-1] for c in report(mini, "somebodys")["carried"]} == {"0.27.1"}
+
+
 def test_where_from(mini: Mini, run: Run) -> None:
     later(mini, "0.28.0", FIXED)
     later(mini, "0.29.0", {})

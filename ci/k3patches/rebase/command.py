@@ -33,7 +33,12 @@ Exit code: {int(Result.REBASED)} rebased, {int(Result.NOTHING_TO_DO)} nothing to
 
 @click.command("rebase", epilog=EXAMPLES)
 @click.argument("target", required=False)
-@click.option("--from", "base", metavar="X.Y.Z", help="The base to carry from. [default: the nearest older one]")
+@click.option(
+    "--from",
+    "base",
+    metavar="X.Y.Z",
+    help="The base to carry from. [default: the next older, or the one most like it]",
+)
 @click.option(
     "--git",
     metavar="URL",

@@ -18,7 +18,7 @@ from k3patches.errors import UserError
 from k3patches.git import git
 from k3patches.messages import CONTRACT
 from k3patches.project import Project
-from k3patches.rebase import carry, gitwork, kept, plan, publish, resolutions, state
+from k3patches.rebase import carry, fit, gitwork, kept, plan, publish, resolutions, state
 from k3patches.rebase import target as targets
 from k3patches.rebase.bench import Bench
 from k3patches.rebase.carry import Labels
@@ -161,6 +161,10 @@ class Rebase:
             pristine = self.store.pristine(self._source)
             gitwork.work_tree(self.tree, pristine, [self.store.objects])
             gitwork.work_tree(self.pristine, pristine, [self.store.objects])
+        if self.target.version is None and not self.options.base:
+            nearest = fit.best(self.project, self.tree)
+            self.progress.say(f"  nearest to {nearest}")
+            self.state.bases = targets.nearest(self.project, self.target, nearest.release)
         if self.options.take:
             kept.check_takeable(self.options.take, self.tree, self.target)
         self.state.head = pristine

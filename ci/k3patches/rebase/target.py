@@ -23,7 +23,7 @@ RELEASE = re.compile(r"v?(\d+(?:\.\d+)+(?:\.?(?:rc|a|b|post)\d+)?)")
 class Target:
     """``name`` is the folder's name in build/rebase, ``label`` what people call it; ``release`` if it is one.
 
-    ``version`` places it among the bases; a git ref or a folder may have none, and counts as newest.
+    ``version`` places it among the bases; a git ref or a folder may have none, and is placed by what it is like.
     """
 
     name: str
@@ -67,7 +67,10 @@ def pinned(project: Project, target: Target) -> Base | None:
 
 
 def nearest(project: Project, target: Target, wanted: str | None) -> list[str]:
-    """The bases to carry from, nearest first: the target's older ones, or ``wanted`` and those older than that."""
+    """The bases to carry from, nearest first: the target's older ones, or ``wanted`` and those older than that.
+
+    Where nothing says how old the target is, they are all.
+    """
     releases = project.releases
     if wanted:
         if wanted not in releases:
