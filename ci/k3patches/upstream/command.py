@@ -68,7 +68,7 @@ def upstream_tests_command(
     for release in chosen:
         project.series_dir(release)
     releases = [r for r in project.releases if not chosen or r in chosen]
-    place = json_file or project.root / "patches" / results.FILE
+    path = json_file or project.root / "patches" / results.FILE
     if current:
         results.require(project, releases)
         return
@@ -84,12 +84,12 @@ def upstream_tests_command(
                 click.echo("\n".join(chosen_tests))
                 continue
             click.echo(f"vLLM {release}: {len(chosen_tests)} test files of upstream's", err=True)
-            found = _run(project, release, chosen_tests, changed, jobs, python)
-            _show(release, found)
-            entries = results.read(place) if place.is_file() else {}
-            entries[release] = Entry.of(Origin.of_series(base, patches), chosen_tests, found)
-            files.write(place, results.to_json(entries, project.releases))
-            turned += [f"{release}: {t.test}" for t in found.turned]
+            comparison = _run(project, release, chosen_tests, changed, jobs, python)
+            _show(release, comparison)
+            entries = results.read(path) if path.is_file() else {}
+            entries[release] = Entry.of(Origin.of_series(base, patches), chosen_tests, comparison)
+            files.write(path, results.to_json(entries, project.releases))
+            turned += [f"{release}: {t.test}" for t in comparison.turned]
     if turned:
         raise UserError(f"{len(turned)} of upstream's tests pass on the release and not with the series: {turned[0]}")
 
@@ -103,15 +103,15 @@ def _trees(project: Project, base: Base, patches: Sequence[Patch], cache: Path |
 
 def _changed(patched: Path) -> dict[str, str]:
     """git's letter for what the series does to each file: A where it adds it."""
-    told = git("diff", "--name-status", "--no-renames", "-z", tree.PRISTINE_TAG, "HEAD", cwd=patched).split("\0")
-    return dict(zip(told[1::2], told[::2], strict=False))
+    status = git("diff", "--name-status", "--no-renames", "-z", tree.PRISTINE_TAG, "HEAD", cwd=patched).split("\0")
+    return dict(zip(status[1::2], status[::2], strict=False))
 
 
 def _files(project: Project, release: str, changed: dict[str, str]) -> list[str]:
     trees = project.pristine_tree(release), project.patched_tree(release)
-    found = {name for where in trees for name in select.tests(where, changed)}
+    names = {name for where in trees for name in select.tests(where, changed)}
     # What patches add is run as the patches' own tests, and nobody has it to lose.
-    return sorted(name for name in found if changed.get(name) != "A")
+    return sorted(name for name in names if changed.get(name) != "A")
 
 
 def _run(
@@ -120,11 +120,11 @@ def _run(
     work = project.build_dir(release) / "upstream-tests"
     shutil.rmtree(work, ignore_errors=True)
     # By its version, upstream knows a build for CPUs: its tests ask whether a GPU is to be expected.
-    told = work / "cpu" / f"vllm-{release}+cpu.dist-info"
-    told.mkdir(parents=True)
-    (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}+cpu\n")
+    info = work / "cpu" / f"vllm-{release}+cpu.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}+cpu\n")
     pristine, patched = (
-        Side(name, where.resolve(), python, [told.parent])
+        Side(name, where.resolve(), python, [info.parent])
         for name, where in (("pristine", project.pristine_tree(release)), ("patched", project.patched_tree(release)))
     )
     limits = Limits(STEP_S, FILE_S, memory=MEMORY_GIB)
@@ -134,6 +134,6 @@ def _run(
     return sides.compare(runner, pristine, patched, files, changed)
 
 
-def _show(release: str, found: Comparison) -> None:
-    for line in sides.summary(f"vLLM {release}", found):
+def _show(release: str, comparison: Comparison) -> None:
+    for line in sides.summary(f"vLLM {release}", comparison):
         click.echo(line)

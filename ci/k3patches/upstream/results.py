@@ -31,17 +31,17 @@ class Entry:
     turned: Mapping[str, str]
 
     @classmethod
-    def of(cls, origin: Origin, files: Sequence[str], found: Comparison) -> Entry:
-        turned = {t.test: f"{t.patched.outcome}: {t.patched.error}" for t in found.turned}
-        return cls(origin, len(files), found.pristine.counts(), found.patched.counts(), turned)
+    def of(cls, origin: Origin, files: Sequence[str], comparison: Comparison) -> Entry:
+        turned = {t.test: f"{t.patched.outcome}: {t.patched.error}" for t in comparison.turned}
+        return cls(origin, len(files), comparison.pristine.counts(), comparison.patched.counts(), turned)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self.origin) | {k: v for k, v in asdict(self).items() if k != "origin"}
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> Entry:
+    def from_dict(cls, data: Mapping[str, Any]) -> Entry:
         names = Origin.__dataclass_fields__.keys()
-        entry = cls(Origin(**{n: told[n] for n in names}), **{k: v for k, v in told.items() if k not in names})
+        entry = cls(Origin(**{n: data[n] for n in names}), **{k: v for k, v in data.items() if k not in names})
         numbers = [entry.files, *entry.pristine.values(), *entry.patched.values()]
         texts = [*asdict(entry.origin).values(), *entry.turned.values()]
         if any(sorted(counts) != sorted(OUTCOMES) for counts in (entry.pristine, entry.patched)):
@@ -54,7 +54,7 @@ class Entry:
 def read(path: Path) -> dict[str, Entry]:
     """The entries by release."""
     try:
-        return {release: Entry.from_dict(told) for release, told in json.loads(path.read_text())["bases"].items()}
+        return {release: Entry.from_dict(data) for release, data in json.loads(path.read_text())["bases"].items()}
     except FileNotFoundError:
         raise UserError(f"{path} is not there: {AGAIN}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
@@ -62,21 +62,21 @@ def read(path: Path) -> dict[str, Entry]:
 
 
 def to_json(entries: Mapping[str, Entry], releases: Sequence[str]) -> str:
-    told = {release: entries[release].to_dict() for release in releases if release in entries}
-    return json.dumps({"bases": told}, indent=1) + "\n"
+    data = {release: entries[release].to_dict() for release in releases if release in entries}
+    return json.dumps({"bases": data}, indent=1) + "\n"
 
 
 def stale(entries: Mapping[str, Entry], project: Project, releases: Sequence[str]) -> list[str]:
     """What of ``releases`` was not run as it is today, in words."""
-    found = []
+    changes = []
     for release in releases:
         where = project.series_dir(release)
         today = Origin.of_series(bases.load(where), series.load(where))
         if release not in entries:
-            found.append(f"{release} was not run")
+            changes.append(f"{release} was not run")
         elif changed := entries[release].origin.changed(today):
-            found.append(f"{release}: {', '.join(changed)} changed since")
-    return found
+            changes.append(f"{release}: {', '.join(changed)} changed since")
+    return changes
 
 
 def require(project: Project, releases: Sequence[str]) -> None:

@@ -24,12 +24,12 @@ def tests(tree: Path, changed: Collection[str]) -> list[str]:
     """The test files of ``tree``, by path, that are themselves ``changed``, or import or name a module that is."""
     wanted = modules(changed)
     text = re.compile("|".join(_spellings(wanted)) or r"(?!)")
-    found = []
+    names = []
     for path in sorted((tree / TESTS).rglob("test_*.py")):
         name = path.relative_to(tree).as_posix()
         if name in changed or _touches(path.read_text(encoding="utf-8", errors="replace"), wanted, text):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _touches(source: str, wanted: Collection[str], text: re.Pattern[str]) -> bool:

@@ -83,8 +83,8 @@ class Outcomes:
 
     def counts(self) -> dict[str, int]:
         """How many tests went how; a file that could not be collected counts as one that failed or was skipped."""
-        found = Counter(r.outcome for r in [*self.tests.values(), *self.broken.values()])
-        return {outcome: found[outcome] for outcome in (PASSED, FAILED, SKIPPED, CRASHED, HUNG)}
+        counter = Counter(r.outcome for r in [*self.tests.values(), *self.broken.values()])
+        return {outcome: counter[outcome] for outcome in (PASSED, FAILED, SKIPPED, CRASHED, HUNG)}
 
     def of(self, test: str) -> Result:
         """How a test went, also where its file was not collected or has no such test."""
@@ -112,7 +112,7 @@ class Runner:
 
         The second side only runs what passes on the first: no other test has anything to lose.
         """
-        found = [Outcomes() for _ in sides]
+        results = [Outcomes() for _ in sides]
         pieces: queue.SimpleQueue[tuple[int, Sequence[str]]] = queue.SimpleQueue()
         # One after the other's neighbour, so that no piece gets all the files of a folder that take long.
         total = -(-len(chosen) // self.chunk)
@@ -124,13 +124,13 @@ class Runner:
             try:
                 while True:
                     at, piece = pieces.get_nowait()
-                    for side, known in zip(sides, found, strict=True):
+                    for side, known in zip(sides, results, strict=True):
                         start = time.monotonic()
                         outcomes = self._piece(side, piece, f"{side.name}-{at:03}")
-                        told = ", ".join(f"{n} {word}" for word, n in outcomes.counts().items() if n) or "nothing ran"
+                        counts = ", ".join(f"{n} {word}" for word, n in outcomes.counts().items() if n) or "nothing ran"
                         with lock:
                             known.update(outcomes)
-                            self.say(f"  {at + 1}/{total} {side.name}, {time.monotonic() - start:.0f} s: {told}")
+                            self.say(f"  {at + 1}/{total} {side.name}, {time.monotonic() - start:.0f} s: {counts}")
                         piece = [test for test, r in outcomes.tests.items() if r.outcome == PASSED]
             except queue.Empty:
                 pass
@@ -144,7 +144,7 @@ class Runner:
             thread.join()
         if broken:
             raise broken[0]
-        return found
+        return results
 
     def _piece(self, side: Side, chosen: Sequence[str], name: str) -> Outcomes:
         """Run ``chosen``, files or tests of them, in as many processes as it takes."""
@@ -158,30 +158,32 @@ class Runner:
             only.write_text(json.dumps(list(chosen)))
             options.append(f"--only={only}")
         ended, done = self.work / f"{name}.ended", self.work / f"{name}.done"
-        told = _results(ended)
+        crashes = _results(ended)
         groups = [] if done.is_file() else [files]
         while groups:
-            group = [file for file in groups.pop() if file not in told]
+            group = [file for file in groups.pop() if file not in crashes]
             if not group:
                 continue
-            how = self._process(side, [*options, *group], steps, log)
-            outcomes, doing = read_steps(steps, told)
-            if how is None:
+            end = self._process(side, [*options, *group], steps, log)
+            outcomes, last = read_steps(steps, crashes)
+            if end is None:
                 outcomes.cut.update(files)
                 return outcomes
-            if not doing and how.outcome == PASSED:
+            if not last and end.outcome == PASSED:
                 continue
-            if not doing and len(group) > 1:
+            if not last and len(group) > 1:
                 # It did not come so far, for a conftest.py perhaps that only some of the files have.
                 groups += [[file] for file in group]
                 continue
             # The test, or the file in collection, at which it happened is left out then.
-            told[doing or group[0]] = Result(CRASHED, f"ended in it, see {log.name}") if how.outcome == PASSED else how
-            ended.write_text(json.dumps({at: [r.outcome, r.error] for at, r in told.items()}))
-            often = Counter(file_of(at) for at in told)
+            crashes[last or group[0]] = (
+                Result(CRASHED, f"ended in it, see {log.name}") if end.outcome == PASSED else end
+            )
+            ended.write_text(json.dumps({at: [r.outcome, r.error] for at, r in crashes.items()}))
+            often = Counter(file_of(at) for at in crashes)
             groups.append([file for file in group if often[file] < TRIES])
         done.touch()
-        return read_steps(steps, told)[0]
+        return read_steps(steps, crashes)[0]
 
     def _process(self, side: Side, arguments: Sequence[str], steps: Path, log: Path) -> Result | None:
         """Run pytest once; how it ended where it was not by itself, or ``None`` where there is no more time."""
@@ -227,11 +229,11 @@ class Runner:
         # pytest's own words for what it has run: all passed, some failed, none left to run.
         if code in (0, 1, 5):
             return Result(PASSED)
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return Result(CRASHED, f"the interpreter ended by {how}, see {log.name}")
+        reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return Result(CRASHED, f"the interpreter ended by {reason}, see {log.name}")
 
     def _environment(self, side: Side) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_") and "proxy" not in k.lower()}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_") and "proxy" not in k.lower()}
         path = [*side.path, side.tests, Path(__file__).resolve().parents[2]]
         scratch = self.work / "home"
         offline = {
@@ -246,8 +248,8 @@ class Runner:
             **{f"{scheme}_proxy": NOWHERE for scheme in ("http", "https", "all")},
             "AWS_EC2_METADATA_DISABLED": "true",
         }
-        told = {"PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1"}
-        return kept | offline | told | dict(self.env)
+        own = {"PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1"}
+        return inherited | offline | own | dict(self.env)
 
 
 @dataclass(frozen=True)
@@ -269,15 +271,15 @@ class Comparison:
     gone: Sequence[str]
 
 
-def summary(title: str, found: Comparison) -> list[str]:
+def summary(title: str, comparison: Comparison) -> list[str]:
     """The counts of both sides, and each test that turned."""
     lines = [
         f"{title}, {side}: {', '.join(f'{n} {word}' for word, n in outcomes.counts().items() if n) or 'nothing ran'}"
-        for side, outcomes in (("pristine", found.pristine), ("patched, what passes there", found.patched))
+        for side, outcomes in (("pristine", comparison.pristine), ("patched, what passes there", comparison.patched))
     ]
-    lines += [f"  turned: {t.test}\n    {t.patched.outcome}: {t.patched.error}" for t in found.turned]
-    lines += [f"  does not turn when it is run again: {test}" for test in found.unsteady]
-    lines += [f"  taken out by a patch: {test}" for test in found.gone]
+    lines += [f"  turned: {t.test}\n    {t.patched.outcome}: {t.patched.error}" for t in comparison.turned]
+    lines += [f"  does not turn when it is run again: {test}" for test in comparison.unsteady]
+    lines += [f"  taken out by a patch: {test}" for test in comparison.gone]
     return lines
 
 
@@ -322,34 +324,34 @@ def _suspects(before: Outcomes, after: Outcomes) -> list[str]:
 
 def entries(path: Path) -> list[dict[str, Any]]:
     """What was written into ``path``; a line that a kill cut off is none."""
-    found = []
+    steps = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
-            found.append(json.loads(line))
+            steps.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return steps
 
 
-def read_steps(path: Path, told: Mapping[str, Result]) -> tuple[Outcomes, str]:
-    """What a file of steps says, ``told`` how its process ended where it did not by itself, and what it last began."""
-    found, doing = Outcomes(), ""
+def read_steps(path: Path, crashes: Mapping[str, Result]) -> tuple[Outcomes, str]:
+    """What a file of steps says, with the ``crashes`` that ended its processes, and what it last began."""
+    outcomes, last = Outcomes(), ""
     for entry in entries(path):
         event, at = entry["event"], entry["id"]
-        doing = at if event in ("collect", "start") else ""
+        last = at if event in ("collect", "start") else ""
         if event == "end":
-            found.tests[at] = Result(entry["outcome"], entry["error"])
+            outcomes.tests[at] = Result(entry["outcome"], entry["error"])
         elif event == "broken":
-            found.broken[file_of(at)] = Result(entry["outcome"], entry["error"])
+            outcomes.broken[file_of(at)] = Result(entry["outcome"], entry["error"])
         elif event == "collected" and at.endswith(".py"):
-            found.collected.add(at)
-    for at, result in told.items():
-        (found.tests if "::" in at else found.broken)[at] = result
-    return found, doing
+            outcomes.collected.add(at)
+    for at, result in crashes.items():
+        (outcomes.tests if "::" in at else outcomes.broken)[at] = result
+    return outcomes, last
 
 
 def _results(path: Path) -> dict[str, Result]:
-    return {at: Result(*told) for at, told in json.loads(path.read_text()).items()} if path.is_file() else {}
+    return {at: Result(*fields) for at, fields in json.loads(path.read_text()).items()} if path.is_file() else {}
 
 
 def file_of(test: str) -> str:
