@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -383,7 +383,12 @@ def known(mini: Mini, *fixes: str) -> None:
     """Write what users have without these fixes, and that upstream does nothing about them."""
     path = mini.root / "patches" / "pr" / "known.toml"
     path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(f'[{fix}]\nharm = "an error"\nsymptom = "It ends."\n' for fix in fixes))
+    path.write_text(known_text(fixes))
+
+
+def known_text(fixes: Iterable[str]) -> str:
+    """What such a file says of these fixes."""
+    return "".join(f'[{fix}]\nharm = "an error"\nsymptom = "It ends."\n' for fix in fixes)
 
 
 def in_process(mini: Mini, patch: pytest.MonkeyPatch) -> Run:

@@ -28,7 +28,7 @@ from k3patches.nightly_run import OUTCOME
 from k3patches.pr import page as pull_requests
 from k3patches.project import Project
 from k3patches.upstream import results
-from miniature import ROOT, git
+from miniature import ROOT, git, known_text
 from nightly_checkout import Hosted
 from upstream import OTHER_LINE, Change, repository
 
@@ -50,8 +50,7 @@ class Nightly(Hosted):
         for name in ("build.sh", "pyproject.toml", "README.md", "VERSION"):
             shutil.copy2(ROOT / name, root)
         (root / "patches" / "pr").mkdir()
-        told = (f'[{fix}]\nharm = "an error"\nsymptom = "It ends."\n' for fix in change.patch.contracts)
-        (root / "patches" / "pr" / "known.toml").write_text("".join(told))
+        (root / "patches" / "pr" / "known.toml").write_text(known_text(change.patch.contracts))
         (root / "patches" / status.FILE).write_text(status.Table(PROJECT.revision, {}, {}).to_json())
         shutil.copytree(ROOT / "ci", root / "ci", ignore=shutil.ignore_patterns("__pycache__"))
         # Upstream's own tests have tests of their own, and take longer than all of this.

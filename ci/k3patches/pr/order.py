@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from graphlib import TopologicalSorter
 
@@ -20,20 +19,19 @@ def pending(patches: Sequence[Patch], grounds: Mapping[str, Ground]) -> list[Pat
     of these the one with the fewest lines of code.
     """
     waiting = {patch.name: patch for patch in patches if stack.pending(patch)}
-    place = {name: rank for rank, name in enumerate(waiting)}
     fixes = {fix: name for name, patch in waiting.items() for fix in patch.contracts}
     sorter = TopologicalSorter(
         {name: [fixes[fix] for fix in patch.depends_on if fix in fixes] for name, patch in waiting.items()}
     )
     sorter.prepare()
-    ready: list[tuple[int, int, int, str]] = []
+    ready: list[str] = []
     ordered = []
     while sorter.is_active():
-        for name in sorter.get_ready():
-            heapq.heappush(ready, (_harm(waiting[name], grounds), waiting[name].lines[0], place[name], name))
-        name = heapq.heappop(ready)[-1]
-        ordered.append(waiting[name])
-        sorter.done(name)
+        ready += sorter.get_ready()
+        first = min(ready, key=lambda name: (_harm(waiting[name], grounds), waiting[name].lines[0], name))
+        ready.remove(first)
+        ordered.append(waiting[first])
+        sorter.done(first)
     return ordered
 
 

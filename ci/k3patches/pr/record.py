@@ -34,7 +34,7 @@ class State:
     asked: list[str] = field(default_factory=list)
 
     def save(self, folder: Path) -> None:
-        _save(self, folder / STATE)
+        files.write_record(folder / STATE, self)
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Exported:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def save(self, folder: Path) -> None:
-        _save(self, folder / EXPORTED)
+        files.write_record(folder / EXPORTED, self)
 
 
 def state(folder: Path) -> State | None:
@@ -68,10 +68,6 @@ def state(folder: Path) -> State | None:
 
 def exported(folder: Path) -> Exported | None:
     return _load(Exported, folder / EXPORTED)
-
-
-def _save(what: State | Exported, path: Path) -> None:
-    files.write_record(path, what)
 
 
 def _load(kind: type[Known], path: Path) -> Known | None:

@@ -52,11 +52,10 @@ def message(found: Sequence[Commit], patch: Commit, exported: Commit | None) -> 
     first, *others = found
     old, new = messages.parse(patch.message), messages.parse(first.message)
     if exported and first.message == exported.message:
-        new = old
+        body, trailers = old.body, list(old.trailers)
     else:
+        body = new.body
         trailers = [t for t in old.trailers if t.key in OWN] + [t for t in new.trailers if t.key not in OWN]
-        new = Message(new.body, tuple(trailers))
-    trailers = list(new.trailers)
     known = {address for _, address, _ in (patch.author, first.author)}
     for commit in others:
         name, address, _ = commit.author
@@ -65,4 +64,4 @@ def message(found: Sequence[Commit], patch: Commit, exported: Commit | None) -> 
         if address not in known and not any(f"<{address}>" in t.value for t in [*credits, *trailers]):
             credits.insert(0, Trailer(f"Co-authored-by: {name} <{address}>"))
         trailers += [t for t in credits if t not in trailers]
-    return str(Message(new.body, tuple(trailers)))
+    return str(Message(body, tuple(trailers)))
