@@ -55,8 +55,8 @@ def grounds_of(project: Project, fixes: Sequence[str]) -> dict[str, Ground]:
     grounds = known.load(project.root / "patches" / "pr")
     if missing := [fix for fix in fixes if fix not in grounds]:
         raise UserError(
-            f"patches/pr/{known.FILE} has no table for {', '.join(missing)}: add [{missing[0]}] with what upstream "
-            f"is known to do about it, or an empty one"
+            f"patches/pr/{known.FILE} has no table for {', '.join(missing)}: add [{missing[0]}] with a symptom, a "
+            f"harm, and what upstream is known to do about it"
         )
     if unknown := sorted(grounds.keys() - set(fixes)):
         raise UserError(f"patches/pr/{known.FILE} has a table for {unknown[0]}, which is no fix: mend its name")

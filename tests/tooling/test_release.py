@@ -26,6 +26,7 @@ from miniature import (
     Mini,
     Result,
     git,
+    known_text,
     require_error,
     require_ok,
     sha256,
@@ -164,7 +165,7 @@ def test_findings_of_the_lint_are_told(checkout: Checkout) -> None:
     (checkout.root / "patches" / "status.json").write_text(table.to_json())
     (checkout.root / "patches" / results.FILE).write_text(fake_upstream.text(checkout.root, RELEASE))
     known = checkout.root / "patches" / "pr" / "known.toml"
-    known.write_text(known.read_text() + "[delta-fix]\n")
+    known.write_text(known.read_text() + known_text(["delta-fix"]))
     for page, text in tracking.pages(Project(checkout.root), table).items():
         page.write_text(text)
     checkout.commit("VERSION", str)
