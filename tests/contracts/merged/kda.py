@@ -77,3 +77,11 @@ class Kda:
         matrix = self.form.read(self.tensors[name])
         matrix = matrix.chunk(self.size)[0]
         return x @ matrix.T, x.abs() @ matrix.abs().T
+
+    def assert_projects(self) -> None:
+        """Every projection is that of the checkpoint's matrices."""
+        x = torch.randn(3, Geometry.hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        outputs = self.outputs(x)
+        for name in ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj"):
+            expected, terms = self.expected(name, x)
+            assert bool(((outputs[name] - expected).abs() <= 1e-6 * terms).all()), name

@@ -226,6 +226,19 @@ class Layer:
             yield
 
 
+def fill(layer: Layer, value: float) -> None:
+    """What memory may hold before anything is loaded."""
+    for parameter in layer.module.parameters():
+        if parameter.dtype != torch.uint8:
+            parameter.data.fill_(min(value, torch.finfo(parameter.dtype).max))
+
+
+def only(checkpoint: Checkpoint, *present: int) -> Checkpoint:
+    """A checkpoint that holds these matrices alone."""
+    matrices = tuple(tensors if i in present else {} for i, tensors in enumerate(checkpoint.matrices))
+    return Checkpoint(checkpoint.form, matrices)
+
+
 def config_json(form: Format) -> dict[str, Any]:
     """The config.json of a small Llama in this format."""
     return {
