@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import re
 import shutil
 import tarfile
 import zlib
@@ -10,8 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
+from filelock import FileLock
+
 from k3patches.errors import UserError
 from k3patches.git import GitError, git, git_as_user
+
+COMMIT_ID = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+# What git says where the repository is well, and has no such ref.
+UNKNOWN_REF = re.compile(r"couldn't find remote ref|not our ref|invalid refspec")
 
 
 class Source(Protocol):
@@ -100,23 +108,50 @@ class GitCommit:
 
     @classmethod
     def resolve(cls, url: str, ref: str, store: Path) -> GitCommit:
-        """Fetch ``ref`` (a branch, tag or full commit id) of ``url`` into the bare repository ``store``."""
+        """Fetch ``ref`` of ``url`` into the bare repository ``store``, and wait while another process does.
+
+        A repository of this machine knows every name that git does, ``main~9`` and short ids too; another one its
+        branches, tags and whole commit ids.
+        """
         store.mkdir(parents=True, exist_ok=True)
-        if Path(url).exists():
+        commit = ref
+        if (folder := Path(url.removeprefix("file://"))).exists():
             # A path is meant from where the user stands, not from the store.
-            url = str(Path(url).resolve())
-        try:
-            git("init", "-q", "--bare", ".", cwd=store)
-            git_as_user("fetch", "-q", "--depth", "1", "--no-tags", "--", url, ref, cwd=store)
-            return cls(url, git("rev-parse", "FETCH_HEAD^{commit}", cwd=store).strip(), store)
-        except GitError as e:
-            raise UserError(
-                f"cannot fetch {ref} of {url} ({e.brief}): give a branch, a tag or a whole commit id"
-            ) from None
+            url = str(folder.resolve())
+            with contextlib.suppress(GitError):
+                commit = git_as_user("rev-parse", "--verify", "--end-of-options", f"{ref}^{{commit}}", cwd=folder)
+        with _alone(store):
+            try:
+                git("init", "-q", "--bare", ".", cwd=store)
+                return cls(url, _fetch(url, commit.strip(), store), store)
+            except GitError as e:
+                advice = ": give a branch, a tag or a whole commit id" if UNKNOWN_REF.search(str(e)) else ""
+                raise UserError(f"cannot fetch {ref} of {url} ({e.brief}){advice}") from None
 
     @property
     def identity(self) -> str:
         return f"git {self.url} {self.commit}"
 
     def unpack(self, into: Path) -> None:
-        git("--work-tree", into.resolve(), "checkout", "-q", "-f", self.commit, "--", ".", cwd=self.store)
+        # The store has one index.
+        with _alone(self.store):
+            git("--work-tree", into.resolve(), "checkout", "-q", "-f", self.commit, "--", ".", cwd=self.store)
+
+
+def _alone(store: Path) -> FileLock:
+    return FileLock(store.with_suffix(".lock"))
+
+
+def _fetch(url: str, ref: str, store: Path) -> str:
+    """The id of the commit that ``ref`` is, which is then in ``store``.  Nobody else may be at work there."""
+    if COMMIT_ID.fullmatch(ref):
+        with contextlib.suppress(GitError):
+            return git("rev-parse", "--verify", f"{ref}^{{commit}}", cwd=store).strip()
+    for lock in store.rglob("*.lock"):
+        # Of a git that was killed.
+        lock.unlink()
+    git_as_user("fetch", "-q", "--depth", "1", "--no-tags", "--", url, ref, cwd=store)
+    commit = git("rev-parse", "FETCH_HEAD^{commit}", cwd=store).strip()
+    # What a ref names need not be sent again, but for what changed.
+    git("update-ref", "refs/fetched/last", commit, cwd=store)
+    return commit

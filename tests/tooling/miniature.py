@@ -189,6 +189,7 @@ class Mini:
         self.root = root
         self.series_dir = root / "patches" / f"v{RELEASE}"
         self.build = root / "build"
+        self.git_store = self.build / "git"
         self.dist = root / "dist"
         self.files = root / "files"
         self.cache = root / "cache" / "k3-patches"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from installer.sources import WheelFile as InstallerWheel
 from miniature import (
     BILL,
@@ -262,13 +264,13 @@ def repository(mini: Mini) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("ref", ["main", "v0.27.1", "commit"])
+@pytest.mark.parametrize("ref", ["main", "v0.27.1", "commit", "next~1", "short"])
 def test_a_git_repository_in_place_of_the_sdist(mini: Mini, run: Run, repository: Path, ref: str) -> None:
     (mini.cache / SDIST).unlink()
     commit = git(repository, "rev-parse", "main").strip()
     require_ok(run("apply", "--git", f"file://{repository}", "--ref", "next"))
     assert (mini.tree / "vllm" / "kept.py").read_text().endswith("# next\n")
-    chosen = commit if ref == "commit" else ref
+    chosen = {"commit": commit, "short": commit[:8]}.get(ref, ref)
     require_ok(run("build", "--arch", "x86_64", "--git", f"file://{repository}", "--ref", chosen))
     assert (mini.tree / "vllm" / "kept.py").read_text() == SOURCE["vllm/kept.py"]
     assert commit in json.loads(members(mini.wheel())[f"{INFO}/k3-patches.json"])["source"]
@@ -279,9 +281,67 @@ def test_a_repository_by_its_path_from_where_one_stands(mini: Mini, run: Run, re
     assert (mini.tree / "vllm" / "new.py").is_file()
 
 
+def test_what_is_in_the_store_is_not_sent_again(mini: Mini, run: Run, repository: Path) -> None:
+    (repository / "vllm" / "large.py").write_text(secrets.token_hex(50_000))
+    git(repository, "add", "-A")
+    git(repository, "commit", "-q", "-m", "large")
+    require_ok(run("apply", "--git", repository, "--ref", "next"))
+    before = stored(mini)
+    (repository / "vllm" / "small.py").write_text("small")
+    git(repository, "add", "-A")
+    git(repository, "commit", "-q", "-m", "small")
+    require_ok(run("apply", "--git", repository, "--ref", "next"))
+    assert 0 < stored(mini) - before < 50_000
+    # A commit that is there needs no repository.
+    commit = git(repository, "rev-parse", "HEAD").strip()
+    shutil.rmtree(repository)
+    require_ok(run("apply", "--git", f"file://{repository}", "--ref", commit))
+
+
+def stored(mini: Mini) -> int:
+    """Bytes of what was fetched."""
+    return sum(path.stat().st_size for path in mini.git_store.rglob("*") if path.is_file())
+
+
+def test_a_fetch_that_was_killed_is_in_nobodys_way(mini: Mini, run: Run, repository: Path) -> None:
+    require_ok(run("apply", "--git", repository, "--ref", "main"))
+    (mini.git_store / "shallow.lock").touch()
+    (mini.git_store / "refs" / "fetched" / "last.lock").touch()
+    require_ok(run("apply", "--git", repository, "--ref", "next"))
+
+
+def test_a_fetch_waits_for_another(mini: Mini, repository: Path) -> None:
+    mini.git_store.mkdir(parents=True)
+    others = mini.git_store / "shallow.lock"
+    with FileLock(mini.git_store.with_suffix(".lock")):
+        others.touch()
+        process = mini.process("apply", "--git", repository, "--ref", "next")
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=3)
+        assert others.exists()
+    process.communicate()
+    assert process.returncode == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a repository to another owner")
+def test_gits_reason_for_anothers_repository(mini: Mini, run: Run, repository: Path) -> None:
+    os.chown(repository, 12345, 12345)
+    os.chown(repository / ".git", 12345, 12345)
+    error = require_error(run("apply", "--git", repository, "--ref", "main"), "cannot fetch main", "dubious ownership")
+    assert "give a branch" not in error
+
+
+def test_gits_reason_for_a_damaged_repository(mini: Mini, run: Run, repository: Path) -> None:
+    tree = git(repository, "rev-parse", "main^{tree}").strip()
+    (repository / ".git" / "objects" / tree[:2] / tree[2:]).unlink()
+    error = require_error(run("apply", "--git", repository, "--ref", "main"), "cannot fetch main", str(repository))
+    assert "give a branch" not in error
+
+
 @pytest.mark.parametrize("ref", ["v9.9.9", "0" * 40, "--upload-pack=touch pwned"])
 def test_an_unknown_ref_is_named(mini: Mini, run: Run, repository: Path, ref: str) -> None:
-    require_error(run("apply", "--git", f"file://{repository}", f"--ref={ref}"), "cannot fetch", ref, str(repository))
+    words = "cannot fetch", ref, str(repository), "give a branch"
+    require_error(run("apply", "--git", f"file://{repository}", f"--ref={ref}"), *words)
     assert not mini.tree.exists()
     assert not list(mini.root.rglob("pwned"))
 
