@@ -6,7 +6,7 @@ import email
 import email.policy
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from email.message import EmailMessage
 from pathlib import Path
@@ -150,6 +150,15 @@ def read(path: Path) -> Patch:
         message=messages.parse(f"{subject}\n\n{message}"),
         diff=diff,
     )
+
+
+def preimages(patches: Sequence[Patch]) -> dict[str, str]:
+    """git's blob ids of the release's own files that a series changes, by path."""
+    first: dict[str, str] = {}
+    for patch in patches:
+        for path, blob in patch.preimages.items():
+            first.setdefault(path, blob)
+    return {path: blob for path, blob in first.items() if blob.strip("0")}
 
 
 def select(patches: list[Patch], until: str | None = None, skip: Iterable[str] = ()) -> list[Patch]:

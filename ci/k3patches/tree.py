@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from k3patches import series
 from k3patches.base import Base
 from k3patches.errors import UserError
 from k3patches.git import GitError, git
@@ -61,8 +62,11 @@ def apply(base: Base, source: Source, patches: Sequence[Patch], tree: Path) -> N
     with replacing(tree) as new:
         source.unpack(new)
         start(new, base)
-        for patch in patches:
-            apply_one(new, patch)
+        try:
+            for patch in patches:
+                apply_one(new, patch)
+        except UserError as e:
+            raise _unlike(new, base, patches, e) from None
         head = git("rev-parse", "HEAD", cwd=new).strip()
         (new / STATE).write_text(json.dumps(asdict(replace(wanted, head=head))))
 
@@ -94,6 +98,20 @@ def apply_one(tree: Path, patch: Patch) -> None:
         git("am", *how, patch.path.resolve(), cwd=tree)
     except GitError as e:
         raise UserError(f"git am does not take {patch.name} ({e.brief}): export its commit again") from None
+
+
+def _unlike(tree: Path, base: Base, patches: Sequence[Patch], error: UserError) -> UserError:
+    """``error``, and first that ``tree`` is not of the release that ``patches`` are for, where that is why."""
+    blobs = pristine_blobs(tree, ".")
+    preimages = series.preimages(patches)
+    others = sorted(path for path, blob in preimages.items() if blobs.get(path) != blob)
+    if not others:
+        return error
+    names = ", ".join(others[:3]) + (" and more" if others[3:] else "")
+    return UserError(
+        f"this source is not vLLM {base.release}: {len(others)} of the {len(preimages)} files that the series changes "
+        f"are others ({names}); carry the series to it with ci/rebase.sh ({error})"
+    )
 
 
 def changes(tree: Path) -> list[Change]:
