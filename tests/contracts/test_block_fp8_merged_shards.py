@@ -14,7 +14,7 @@ block before another begins, which stock refuses (compressed-tensors) or multipl
   short): stock multiplies by uninitialized memory;
 - a scale that is NaN, infinite, negative, or zero over numbers that are not (a damaged file): stock multiplies by it;
 - a tensor of another shape (a checkpoint of another model size): stock cuts it to size;
-- what test_fused_padding.py says of tensors that are fused on disk.
+- what test_block_fp8_fused_on_disk.py says of tensors that are fused on disk.
 """
 
 from __future__ import annotations

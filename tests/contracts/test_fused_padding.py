@@ -2,22 +2,12 @@
 
 Block-FP8 kernels want whole blocks of 128 rows. K3 merges what is not: KDA's q, k, v, g, f_a and b, MLA's 1536 + 576.
 Every shard stands under its own scales at every tensor-parallel size; what pads it is zero under finite scales, after
-loading and after reloading; the caller sees the logical columns, as a view of the kernel's output, and nothing that
-breaks torch.compile. A checkpoint that lacks a tensor, or whose scales have the wrong shape, are NaN, zero or negative,
-is refused by name. On GPUs without FP8 the layers run on Marlin, which takes rows without padding.
+loading and after reloading; the caller sees the logical columns, where padding is at the end as a view of the kernel's
+output, and nothing that breaks torch.compile.
 
-What is refused, by name, and why stock is wrong there:
-- what test_block_fp8_post_load.py lists;
-- an unquantized tensor for a matrix that a mixed config neither lists nor excludes, beside FP8_PB_WO ones: stock casts
-  it to E4M3 under a scale that was never loaded;
-- under tensor parallelism, a tensor that is fused on disk and has a matrix that ends inside a block: stock gives a rank
-  the scales of other rows. On one rank it is served, as stock serves those whose matrices take as many blocks apart as
-  fused from 0.29.0 on;
-- a reload of such a tensor over matrices that were apart, or over dummy values, and the reverse: the kernel's output
-  has other columns then, and captured graphs would go on to read the old ones. Stock multiplies matrices apart by wrong
-  scales. Over dummy values it is right where it serves the tensor at all: the one refusal that costs something.
-
-Ranks past the first can't load KDA's b_proj without shared-beta-scale, whose contract has the KDA layer on every rank.
+Nothing is refused here. What a checkpoint must hold, test_block_fp8_load_check.py says, and of tensors that are fused
+on disk test_block_fp8_fused_on_disk.py. Ranks past the first can't load KDA's b_proj without shared-beta-scale, whose
+contract has the KDA layer on every rank.
 """
 
 from __future__ import annotations
@@ -31,61 +21,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from k3 import compat, kernels, modules
-from k3.checkpoint import BLOCK, Checkpoint, Geometry, block_quantized, quantization_config
-from k3.damage import SCALES, damaged_scale
-from k3.errors import assert_named, refuses
+from k3.checkpoint import BLOCK, Checkpoint, Geometry
 from k3.properties import examples
 from k3.reference import Oracle, assert_columns, dequantize, share, tokens
+from k3.shards import COLS, MLA_WIDTHS, loaded, loads, shards
 from k3.sweep import Sweep
-from merged import marlin
 from safetensors import safe_open
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear
-from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.linear import ColumnParallelLinear
 
 pytest_plugins = ("k3.fixtures",)
 
 KDA, MLA, MTP = Geometry.kda_layer, Geometry.mla_layer, Geometry.mtp_layer
-COLS = 256
-MLA_WIDTHS = (1536, 576)
-
-
-def merged(config: VllmConfig, widths: tuple[int, ...], kernel: type = kernels.BlockKernel) -> modules.Linear:
-    """A replicated merged projection of these shards, unloaded."""
-    return modules.linear(
-        config,
-        MergedColumnParallelLinear,
-        modules.block_fp8_config(),
-        COLS,
-        list(widths),
-        kernel=kernel,
-        disable_tp=True,
-        prefix="language_model.model.layers.1.self_attn.fused_qkv_a_proj",
-    )
-
-
-def shards(widths: tuple[int, ...], seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """One random FP8_PB_WO matrix a shard."""
-    generator = torch.Generator().manual_seed(seed)
-    return [block_quantized(width, COLS, generator) for width in widths]
-
-
-def loads(held: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[str, torch.Tensor, int | None]]:
-    """The same as (parameter, tensor, shard)."""
-    return [
-        (name, tensor, shard)
-        for shard, (weight, scale) in enumerate(held)
-        for name, tensor in (("weight", weight), ("weight_scale", scale))
-    ]
-
-
-def loaded(config: VllmConfig, widths: tuple[int, ...], kernel: type = kernels.BlockKernel) -> modules.Linear:
-    """The merged projection with its first checkpoint in it."""
-    built = merged(config, widths, kernel)
-    for load in loads(shards(widths, 1)):
-        built.load(*load)
-    built.finish()
-    return built
 
 
 def assert_padding_is_inert(built: modules.Linear, logical: int) -> None:
@@ -96,37 +43,6 @@ def assert_padding_is_inert(built: modules.Linear, logical: int) -> None:
     assert int((out != 0).any(0).sum()) == logical
     assert torch.isfinite(built.layer.weight_scale).all()
     assert torch.isfinite(built.layer.weight.float()).all()
-
-
-MERGED_OF_K3 = {
-    "self_attn.in_proj_qkvgfab": compat.KDA_MERGED,
-    "self_attn.fused_qkv_a_proj": compat.MLA_MERGED,
-    "mlp.gate_up_proj": ("gate_proj", "up_proj"),
-}
-if compat.merges_mla_gate():
-    MERGED_OF_K3["self_attn.fused_qkv_a_g_proj"] = (*compat.MLA_MERGED, "g_proj")
-
-
-@pytest.mark.parametrize(
-    ("layer", "unquantized"), [(layer, name) for layer, names in MERGED_OF_K3.items() for name in names]
-)
-def test_an_unquantized_matrix_that_the_config_does_not_list_is_refused(
-    config: VllmConfig, layer: str, unquantized: str
-) -> None:
-    prefix, names = f"language_model.model.layers.3.{layer}", MERGED_OF_K3[layer]
-    parent = prefix.rpartition(".")[0]
-    listed = quantization_config({f"{parent}.{name}": "FP8_PB_WO" for name in names if name != unquantized})
-    with refuses() as refused:
-        quant = modules.mixed_config(listed)
-        built = modules.linear(config, MergedColumnParallelLinear, quant, COLS, [BLOCK] * len(names), prefix=prefix)
-        for index, (weight, scale) in enumerate(shards((BLOCK,) * len(names), 1)):
-            if names[index] == unquantized:
-                built.load("weight", torch.ones(BLOCK, COLS, dtype=modules.MODEL_DTYPE), index)
-            else:
-                built.load("weight", weight, index)
-                built.load("weight_scale", scale, index)
-        built.finish()
-    assert_named(refused.value, unquantized)
 
 
 @pytest.mark.parametrize("size", modules.TP_SIZES)
@@ -258,79 +174,6 @@ def test_a_reloaded_model_computes_the_new_values(config: VllmConfig, first: Che
         assert_columns(mla[name], after.output(MLA, name, x), name)
 
 
-@pytest.mark.parametrize("kernel", [kernels.BlockKernel, kernels.OpaqueKernel])
-@pytest.mark.parametrize("widths", [(100, 100), (100, 156), (128, 72), (300, 20, 64)])
-def test_matrices_that_are_fused_on_disk(config: VllmConfig, widths: tuple[int, ...], kernel: type) -> None:
-    """Blocks of a fused tensor are counted from its own first row, wherever one matrix ends and the next begins."""
-    built, x = merged(config, widths, kernel), tokens(3, COLS)
-    for seed in (1, 2, 3):
-        ((weight, scale),) = shards((sum(widths),), seed)
-        if seed == 1:
-            built.load("weight", weight)
-            built.load("weight_scale", scale)
-            built.finish()
-        else:
-            built.reload(("weight", weight, None), ("weight_scale", scale, None))
-        assert_columns(built(x), x @ dequantize(weight, scale).T, f"{widths}, load {seed}")
-        if kernel is kernels.BlockKernel:
-            assert torch.isfinite(built.layer.weight_scale).all()
-
-
-def test_a_qkv_projection_that_is_fused_on_disk(config: VllmConfig) -> None:
-    quant, name = modules.block_fp8_config(), "model.layers.0.self_attn.qkv_proj"
-    built, x = modules.linear(config, QKVParallelLinear, quant, COLS, 96, 3, 1, prefix=name), tokens(3, COLS)
-    for seed in (1, 2):
-        ((weight, scale),) = shards((5 * 96,), seed)
-        if seed == 1:
-            built.load("weight_scale", scale)
-            built.load("weight", weight)
-            built.finish()
-        else:
-            built.reload(("weight_scale", scale, None), ("weight", weight, None))
-        assert_columns(built(x), x @ dequantize(weight, scale).T, f"load {seed}")
-
-
-def test_some_matrices_that_are_fused_on_disk(config: VllmConfig) -> None:
-    built, x = merged(config, (128, 100, 60)), tokens(3, COLS)
-    for seed in (1, 2):
-        alone, fused = shards((128, 160), seed)
-        held = [
-            (name, tensor, shard)
-            for shard, matrix in ((0, alone), ((1, 2), fused))
-            for name, tensor in zip(("weight", "weight_scale"), matrix, strict=True)
-        ]
-        if seed == 1:
-            for load in held:
-                built.load(*load)
-            built.finish()
-        else:
-            built.reload(*held)
-        assert_columns(built(x), torch.cat([x @ dequantize(*part).T for part in (alone, fused)], -1), f"load {seed}")
-
-
-@pytest.mark.parametrize("fused_first", [True, False])
-def test_a_tensor_fused_on_disk_over_matrices_apart(config: VllmConfig, fused_first: bool) -> None:
-    """Right, or refused by name: never the columns of the one read as those of the other."""
-    widths, x = (100, 156), tokens(3, COLS)
-    ((weight, scale),) = shards((sum(widths),), 1)
-    fused, apart = [("weight", weight, None), ("weight_scale", scale, None)], loads(shards(widths, 2))
-    expected = {
-        True: x @ dequantize(weight, scale).T,
-        False: torch.cat([x @ dequantize(*matrix).T for matrix in shards(widths, 2)], -1),
-    }
-    built = merged(config, widths)
-    for load in fused if fused_first else apart:
-        built.load(*load)
-    built.finish()
-    assert_columns(built(x), expected[fused_first], "first")
-    try:
-        built.reload(*(apart if fused_first else fused))
-    except ValueError as error:
-        assert_named(error, "layers.1.self_attn.fused_qkv_a_proj")
-    else:
-        assert_columns(built(x), expected[not fused_first], "second")
-
-
 def test_a_padded_tail_is_cut_by_a_view(config: VllmConfig) -> None:
     built = loaded(config, MLA_WIDTHS)
     out = built(tokens(4, COLS))
@@ -351,17 +194,6 @@ def test_kda_reads_the_kernels_output_in_place(config: VllmConfig, first: Checkp
         assert out[name].untyped_storage().data_ptr() == kernel.untyped_storage().data_ptr(), name
 
 
-def test_mla_reads_the_kernels_output_in_place(config: VllmConfig, first: Checkpoint) -> None:
-    model = modules.build(config, size=8)
-    model.load(first.weights())
-    attention = model.attention(MLA)
-    with torch.no_grad():
-        out = compat.mla_outputs(attention, tokens(4, first.geometry.hidden), tokens(4, 12288 // 8))
-    for name in ("q_a_proj", "g_proj"):
-        kernel = model.log.calls_of(compat.input_projection(attention, name))[-1].out
-        assert out[name].untyped_storage().data_ptr() == kernel.untyped_storage().data_ptr(), name
-
-
 @pytest.mark.parametrize("widths", [MLA_WIDTHS, (384, 128, 96)])
 def test_a_padded_layer_compiles_into_one_graph(config: VllmConfig, widths: tuple[int, ...]) -> None:
     built = loaded(config, widths, kernels.TraceableKernel)
@@ -372,93 +204,3 @@ def test_a_padded_layer_compiles_into_one_graph(config: VllmConfig, widths: tupl
             eager = built.layer.quant_method.apply(built.layer, x)
             assert eager.shape == (count, sum(widths))
             assert torch.equal(compiled(built.layer, x), eager)
-
-
-@pytest.mark.parametrize("missing", ["gate_proj.weight", "up_proj.weight_scale"])
-def test_shards_are_named_as_the_model_maps_them(config: VllmConfig, missing: str) -> None:
-    """vLLM's loader gives a model's mapping to the finished config of a mixed checkpoint, where the model does not."""
-    names, mlp = ("gate_proj", "up_proj"), "model.layers.0.mlp."
-    mixed = get_quantization_config("modelopt_mixed")
-    quant = mixed.from_config(quantization_config(dict.fromkeys((mlp + name for name in names), "FP8_PB_WO")))
-    quant.packed_modules_mapping = {"gate_up_proj": list(names)}
-    prefix = mlp + "gate_up_proj"
-    built = modules.linear(config, MergedColumnParallelLinear, quant, COLS, [100, 200], disable_tp=True, prefix=prefix)
-    for name, tensor, shard in loads(shards((100, 200), 1)):
-        if f"{names[shard]}.{name}" != missing:
-            built.load(name, tensor, shard)
-    with refuses() as refused:
-        built.finish()
-    assert_named(refused.value, mlp + missing)
-
-
-# A projection that stands alone, and shards of both merged ones: name -> (layer, shard's place, merged layer).
-FAULTY = {
-    "q_b_proj": (MLA, None, "q_b_proj"),
-    "o_proj": (KDA, None, "o_proj"),
-    "v_proj": (KDA, 2, "in_proj_qkvgfab"),
-    "f_a_proj": (KDA, 4, "in_proj_qkvgfab"),
-    "kv_a_proj_with_mqa": (MLA, 1, "fused_qkv_a"),
-}
-
-
-def assert_shard_named(error: BaseException, projection: str, parameter: str) -> None:
-    """The error names the layer, the parameter, and of a merged layer also which shard."""
-    layer, place, layer_name = FAULTY[projection]
-    assert_named(error, (f"layers.{layer}.self_attn.{projection}", f"layers.{layer}.self_attn.{layer_name}"), parameter)
-    if place is not None:
-        assert_named(error, (projection, f"shard {place}", f"shard_id={place}", f"shard id {place}"))
-
-
-@pytest.mark.parametrize("damage", SCALES)
-@pytest.mark.parametrize("projection", FAULTY)
-def test_a_damaged_scale_is_refused(config: VllmConfig, first: Checkpoint, projection: str, damage: str) -> None:
-    layer = FAULTY[projection][0]
-    name = f"{first.module(layer, projection)}.weight_scale"
-    model = modules.build(config, size=8)
-    with refuses() as refused:
-        model.load(first.weights({name: damaged_scale(first.tensors[name], damage)}))
-    assert_shard_named(refused.value, projection, "weight_scale")
-
-
-@pytest.mark.parametrize("damage", ["NaN", "negative"])
-@pytest.mark.parametrize("projection", ["q_b_proj", "v_proj"])
-def test_a_damaged_scale_is_refused_when_reloading(
-    config: VllmConfig, first: Checkpoint, second: Checkpoint, projection: str, damage: str
-) -> None:
-    name = f"{first.module(FAULTY[projection][0], projection)}.weight_scale"
-    model = modules.build(config, size=8)
-    model.load(first.weights())
-    with refuses() as refused:
-        model.reload(second.weights({name: damaged_scale(second.tensors[name], damage)}))
-    assert_shard_named(refused.value, projection, "weight_scale")
-
-
-@pytest.mark.parametrize("projection", FAULTY)
-def test_a_missing_weight_is_refused(config: VllmConfig, first: Checkpoint, projection: str) -> None:
-    layer = FAULTY[projection][0]
-    model = modules.build(config, size=8)
-    with refuses() as refused:
-        model.load(first.weights({f"{first.module(layer, projection)}.weight": None}))
-    assert_shard_named(refused.value, projection, "weight")
-
-
-def test_a_layer_that_was_never_loaded_is_refused(config: VllmConfig) -> None:
-    built = merged(config, MLA_WIDTHS)
-    with refuses() as refused:
-        built.finish()
-    assert_named(refused.value, "layers.1.self_attn.fused_qkv_a_proj", "weight")
-
-
-@pytest.mark.parametrize("widths", [MLA_WIDTHS, (256, 128), (100, 200), (96,)])
-def test_marlin(config: VllmConfig, widths: tuple[int, ...]) -> None:
-    """vLLM's own kernel for GPUs without FP8, below compute capability 8.9: it keeps scales by row, in BF16."""
-    with marlin.on_cpu():
-        built = loaded(config, widths, marlin.MarlinKernel)
-        for seed in (1, 2, 3):
-            held = shards(widths, seed)
-            if seed > 1:
-                built.reload(*loads(held))
-            matrix = torch.cat([dequantize(*part) for part in held])
-            off = (built(torch.eye(COLS, dtype=torch.float64)).T - matrix).abs()
-            assert bool((off <= marlin.ROUNDING * matrix.abs()).all())
-    assert built.layer.output_size_per_partition == sum(widths)
