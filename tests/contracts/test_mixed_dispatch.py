@@ -15,7 +15,7 @@ What is refused, which checkpoint meets it, and why stock is wrong there:
   a scale that was never loaded.
 - An unquantized tensor for a shard that is neither listed nor excluded, of an FP8 or MXFP8 layer: the same checkpoint
   with an incomplete config. Refused when the tensor arrives: before that it may be absent. For FP8_PB_WO layers,
-  test_fused_padding.py has the same.
+  test_block_fp8_load_check.py has the same.
 - A linear layer or routed experts of an algorithm that has no method (on 0.27.1 FP8_PER_CHANNEL_PER_TOKEN, anywhere a
   future one): stock builds the layer unquantized, so that codes become numbers without a scale.
 """
