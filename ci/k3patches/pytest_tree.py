@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from k3patches import garbage
+from k3patches import bytecode, garbage
+from k3patches.project import Project
 from k3patches.skips import NOT_RUN
 
 
@@ -56,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # vLLM reads those of every installed package anew for each configuration, 10 ms that nothing has changed in.
         vars(metadata)["entry_points"] = functools.cache(metadata.entry_points)
         garbage.collect_seldom()
+        bytecode.install(config.getoption("--tree").resolve(), Project.find().root / "build" / "bytecode")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
