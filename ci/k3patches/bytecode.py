@@ -12,12 +12,15 @@ from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING
 
+from k3patches.project import Project
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
-def install(tree: Path, store: Path) -> None:
-    """Import what lies in ``tree`` so from now on."""
+def install(tree: Path, store: Path | None = None) -> None:
+    """Import what lies in ``tree`` so from now on; ``store`` is a folder of the checkout's, if not given."""
+    folder = store or Project.find().root / "build" / "bytecode"
 
     class Loader(SourceFileLoader):
         def get_code(self, fullname: str) -> CodeType | None:
@@ -40,7 +43,7 @@ def install(tree: Path, store: Path) -> None:
 
         def _stored(self, path: str) -> str:
             # NAME.cpython-311.opt-1.pyc: what follows the name says which interpreter it is for.
-            return str(store / (self.digest + "".join(Path(path).suffixes)))
+            return str(folder / (self.digest + "".join(Path(path).suffixes)))
 
     def finder(path: str) -> FileFinder:
         if not Path(path).is_relative_to(tree):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from k3patches.contracts import MALLOC
 from k3patches.series import Patch
 
 
@@ -42,4 +43,4 @@ def command(python: str, tree: Path, jobs: str = "0") -> tuple[list[str], dict[s
     path = os.pathsep.join([str(tree), str(Path(__file__).parents[1])])
     env = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     # Small tensors: threads that wait for each other only take CPU time from the other processes.
-    return arguments, env | {"OMP_NUM_THREADS": "1"}
+    return arguments, env | MALLOC | {"OMP_NUM_THREADS": "1"}
