@@ -24,8 +24,13 @@ from k3patches.skips import ABSENT, NOT_RUN
 PARALLEL = 2
 # Has glibc keep what tensors free; to give every one back and get it anew takes a fifth of the time.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-# Also what the contracts' conftest sets, for modules that read it when they are imported.
-ENVIRONMENT = MALLOC | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+# Also what the contracts' conftest sets, for what is read at the start and at imports.
+ENVIRONMENT = MALLOC | {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 # Runs pytest with arguments, has a file take what it prints, and gives the exit status.
 Pytest = Callable[[Sequence[str], Path], int]
 

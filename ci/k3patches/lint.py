@@ -61,10 +61,10 @@ def lint(base: Base, source: Source, patches: Sequence[Patch], contracts: Path, 
     for stale in scratch.glob(".lint-*"):
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=".lint-", dir=scratch) as folder:
-        tree = Path(folder) / "tree"
-        tree.mkdir()
-        source.unpack(tree)
-        trees.start(tree, base)
+        tree = Path(folder).resolve() / "tree"
+        pristine = scratch / f"v{base.release}" / "pristine"
+        trees.apply(base, source, [], pristine)
+        git("clone", "-q", "--shared", pristine.resolve(), tree, cwd=scratch)
         commits = []
         for patch in patches:
             trees.apply_one(tree, patch)

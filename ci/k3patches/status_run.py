@@ -17,14 +17,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from k3patches import contracts, patchtests, tree
 from k3patches.base import Base
-from k3patches.contracts import Outcome, Pytest, Verdict
+from k3patches.contracts import Outcome, Verdict
 from k3patches.errors import UserError
 from k3patches.git import git
 from k3patches.project import Project
 from k3patches.series import Patch
 from k3patches.source import Source
 from k3patches.status import Column, Inputs, Table, by_fix, findings
-from k3patches.zygote import zygotes
+from k3patches.zygote import Pytest, zygotes
 
 RAN_ON = """\
 import importlib.metadata, json, platform, pytest
@@ -76,7 +76,7 @@ class Run:
             # The long ones first, so that no process is left alone with one at the end.
             tasks = [self._prefixes(s, pytest) for s in subjects if thorough]
             tasks += [self._contracts(s, name, pytest) for s in subjects for name in ("patched", "pristine")]
-            tasks += [self._patch_tests(s) for s in subjects if thorough]
+            tasks += [self._patch_tests(s, pytest) for s in subjects if thorough]
             self._do(tasks, "contracts")
         return Table(self.project.revision, ran_on, {s.base.release: self._column(s) for s in subjects})
 
@@ -130,15 +130,14 @@ class Run:
 
         return Task(f"{release}, each patch on those before it", do)
 
-    def _patch_tests(self, subject: Subject) -> Task:
+    def _patch_tests(self, subject: Subject, pytest: Pytest) -> Task:
         release = subject.base.release
 
         def do() -> str:
             where = self.project.build_dir(release)
             output = where / "patch-tests.log"
-            with output.open("w") as out:
-                # One process: the others have work of their own.
-                ok = patchtests.run(subject.patches, where / "patched", self.python, jobs="0", output=out)
+            output.write_text("")
+            ok = patchtests.forked(subject.patches, where / "patched", pytest, output)
             told = output.read_text(errors="replace").strip().splitlines()
             if not ok:
                 self.wrong.append(f"vLLM {release}: tests that the patches carry fail, see {output}")

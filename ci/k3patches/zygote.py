@@ -17,10 +17,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Protocol
 
 from k3patches import garbage
-from k3patches.contracts import Pytest
 from k3patches.errors import UserError
+
+
+class Pytest(Protocol):
+    """:meth:`Zygote.pytest` of one that is idle."""
+
+    def __call__(self, arguments: Sequence[str], output: Path, tree: Path | None = None, /) -> int: ...
 
 
 class Zygote:
@@ -30,13 +36,17 @@ class Zygote:
         command = [python, "-m", "k3patches.zygote", *modules]
         self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def pytest(self, arguments: Sequence[str], output: Path) -> int:
-        """The exit status, negative for the signal that ended it; what it prints goes to ``output``."""
+    def pytest(self, arguments: Sequence[str], output: Path, tree: Path | None = None) -> int:
+        """The exit status, negative for the signal that ended it; what it prints goes to ``output``.
+
+        With ``tree`` it runs there, and imports from there first.
+        """
         requests, answers = self.process.stdin, self.process.stdout
         assert requests
         assert answers
         with suppress(BrokenPipeError):
-            requests.write(json.dumps([str(Path.cwd()), str(output), *arguments]) + "\n")
+            places = [str(path.resolve()) for path in (tree or Path.cwd(), output)]
+            requests.write(json.dumps([*places, tree is not None, *arguments]) + "\n")
             requests.flush()
         if not (answer := answers.readline()):
             raise UserError("the process from which runs of pytest are forked has ended, its own words are above")
@@ -55,10 +65,10 @@ def zygotes(number: int, python: str, modules: Sequence[str], env: Mapping[str, 
     for zygote in made:
         idle.put(zygote)
 
-    def pytest(arguments: Sequence[str], output: Path) -> int:
+    def pytest(arguments: Sequence[str], output: Path, tree: Path | None = None, /) -> int:
         zygote = idle.get()
         try:
-            return zygote.pytest(arguments, output)
+            return zygote.pytest(arguments, output, tree)
         finally:
             idle.put(zygote)
 
@@ -91,11 +101,14 @@ def main() -> None:
     os._exit(0)
 
 
-def _run(folder: str, output: str, *arguments: str) -> int:
+def _run(folder: str, output: str, first: bool, *arguments: str) -> int:
     import pytest
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
+    if first:
+        sys.path.insert(0, folder)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
     for name, flags, numbers in (
         (os.devnull, os.O_RDONLY, [0]),
         (output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, [1, 2]),

@@ -59,6 +59,21 @@ def test_modules_are_there_and_nothing_of_a_run_reaches_the_next(zygote: Zygote,
         assert seen == ["zygote", None, True, False, False, str(tmp_path), ""]
 
 
+def test_a_tree_comes_first_for_the_run_and_what_it_starts(zygote: Zygote, tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "only_there.py").touch()
+    code = """
+        import os, subprocess, sys
+        import only_there
+        assert os.getcwd() == os.path.dirname(only_there.__file__)
+        subprocess.run([sys.executable, "-c", "import only_there"], cwd="/", check=True)
+    """
+    path = test_file(tmp_path, "imports", code)
+    assert zygote.pytest([str(path)], tmp_path / "log", tree) == 0, (tmp_path / "log").read_text()
+    assert zygote.pytest([str(path)], tmp_path / "log") == 1
+
+
 def test_the_statuses_are_those_of_pytest(zygote: Zygote, tmp_path: Path) -> None:
     failing, text = run(zygote, test_file(tmp_path, "fails", "assert 'a reason' == ''"))
     assert (failing, "a reason" in text) == (1, True)
