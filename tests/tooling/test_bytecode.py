@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from k3patches import contracts
+from k3patches.contracts import Outcome
+from miniature import Mini
 
 CODE = """\
 import inspect, sys
@@ -94,3 +97,30 @@ def test_what_is_no_byte_code_is_compiled_anew(tmp_path: Path, store: Path, cont
         path.write_bytes(content)
     assert value(folder, store) == 1
     assert all(len(path.read_bytes()) > 16 for path in store.iterdir())
+
+
+CONTRACT = """\
+import sys
+
+
+def test_it(request):
+    sys.path.insert(0, str(request.config.getoption("--tree")))
+    from package.module import value
+    assert value() == 1
+"""
+
+
+def test_a_contract_gets_what_the_tree_holds_now(mini: Mini, tmp_path: Path) -> None:
+    folder = tree(tmp_path / "tree", 1)
+    (mini.root / "tests" / "contracts" / "test_a_fix.py").write_text(CONTRACT)
+
+    def run() -> Outcome:
+        return contracts.run(mini.root / "tests" / "contracts", ["a-fix"], folder, sys.executable)["a-fix"]
+
+    assert run() == Outcome(passed=1)
+    assert len(list((mini.build / "bytecode").iterdir())) == 2
+    write(folder, 2)
+    assert run() == Outcome(failed=1)
+    write(folder, 1)
+    assert run() == Outcome(passed=1)
+    assert not list(folder.rglob("__pycache__"))
