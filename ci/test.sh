@@ -66,9 +66,7 @@ heading "linters"
 .venv/bin/shellcheck -x build.sh ci/*.sh .ci/run
 
 heading "series"
-for folder in patches/v*; do
-    $tools lint --base "${folder#patches/v}"
-done
+$tools lint --all
 
 heading "status table"
 $tools table --current

@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -311,15 +312,31 @@ def sbom_command(wheel: Path) -> None:
 
 @cli.command("lint")
 @BASE_OPTION
+@click.option("--all", "every", is_flag=True, help="Every base that has a series, some side by side.")
 @_input_options(wheel=False)
-def lint_command(release: str | None, inputs: Inputs) -> None:
+def lint_command(release: str | None, every: bool, inputs: Inputs) -> None:
     """Check a series: form, mails, scope, and that it applies with git am, patch and quilt."""
-    project, base, patches = _open(release)
-    with project.lock():
-        click.echo(f"series of vLLM {base.release}, {len(patches)} patches", err=True)
-        source = inputs.source(project, base)
-        if not lint.lint(base, source, patches, _contracts(project), project.root / "build"):
-            raise UserError("the series has the findings listed above: mend them and run lint again")
+    if every and (release or inputs.sdist or inputs.source_dir or inputs.git):
+        raise UserError("--all is for every base as it is pinned: leave --base and other sources out")
+    project = Project.find()
+    lines: dict[str, list[str]] = {r: [] for r in (project.releases if every else [release or project.default_release])}
+
+    def check(release: str) -> bool:
+        _, base, patches = _open(release)
+        echo = lines[release].append
+        echo(f"series of vLLM {release}, {len(patches)} patches")
+        return lint.lint(base, inputs.source(project, base), patches, _contracts(project), project.root / "build", echo)
+
+    with project.lock(), ThreadPoolExecutor(contracts.PARALLEL) as pool:
+        clean = []
+        for release, checked in [(release, pool.submit(check, release)) for release in lines]:
+            try:
+                clean.append(checked.result())
+            finally:
+                for line in lines[release]:
+                    click.echo(line, err=True)
+    if not all(clean):
+        raise UserError("the series has the findings listed above: mend them and run lint again")
 
 
 @cli.command("refresh")

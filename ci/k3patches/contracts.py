@@ -9,7 +9,7 @@ import os
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +24,15 @@ from k3patches.skips import ABSENT, NOT_RUN
 PARALLEL = 2
 # Has glibc keep what tensors free; to give every one back and get it anew takes a fifth of the time.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+# Also what the contracts' conftest sets, for what is read at the start and at imports.
+ENVIRONMENT = MALLOC | {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+# Runs pytest with arguments, has a file take what it prints, and gives the exit status.
+Pytest = Callable[[Sequence[str], Path], int]
 
 
 class State(str, enum.Enum):
@@ -120,11 +129,12 @@ def run(
     jobs: int = 1,
     stop_at_first_failure: bool = False,
     output: Path | None = None,
+    pytest: Pytest | None = None,
 ) -> dict[str, Outcome]:
     """Run the contracts of the ``chosen`` fixes on one tree, in ``jobs`` processes of their own.
 
     ``stop_at_first_failure`` ends each contract there, which is enough to know that it does not hold.
-    What pytest prints goes to ``output``.
+    What pytest prints goes to ``output``.  ``pytest`` runs it otherwise than by starting ``python``.
     """
     files = {fix: folder / contract_file(fix) for fix in chosen}
     for fix, file in files.items():
@@ -134,19 +144,19 @@ def run(
         return {}
     with tempfile.TemporaryDirectory() as scratch:
         log, output = Path(scratch) / "log", output or Path(scratch) / "output"
-        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--report-log={log}", "--tree", str(tree)]
-        # Tests are told apart by their file's name below it. Short tracebacks, as hundreds fail on a pristine tree.
+        # No contract asks for caplog; without one, each test would go through all loggers six times for nothing.
+        command = ["-q", "-p", "no:cacheprovider", "-p", "no:logging", f"--report-log={log}", "--tree", str(tree)]
+        # Tests are told apart by their file's name below it. Hundreds fail on a pristine tree, and pytest's own
+        # tracebacks, for which it parses all of a file for each line, would take a fifth of the time.
         # A contract that cannot be imported is a failure of that one alone.
-        command += [f"--rootdir={folder}", "--tb=short", "--continue-on-collection-errors"]
+        command += [f"--rootdir={folder}", "--tb=native", "--continue-on-collection-errors"]
         command += ["--first-failure"] if stop_at_first_failure else []
         # A single one is quicker without a process to hand it out.
         jobs = min(jobs, len(files))
         command += ["-n", str(jobs), "--dist", "loadfile"] if jobs > 1 else []
-        with output.open("w") as out:
-            command += map(str, files.values())
-            done = subprocess.run(command, env=os.environ | MALLOC, stdout=out, stderr=out, check=False)
+        status = (pytest or process(python))([*command, *map(str, files.values())], output.resolve())
         # 0: all passed, 1: some failed, 2: some could not be collected, 5: there were none; else pytest could not work.
-        if done.returncode not in (0, 1, 2, 5) or not log.is_file():
+        if status not in (0, 1, 2, 5) or not log.is_file():
             raise UserError(f"the contracts did not run on {tree}:\n{output.read_text(errors='replace')[-4000:]}")
         entries = [json.loads(line) for line in log.read_text().splitlines()]
     counts: dict[str, Counter[str]] = {file.name: Counter() for file in files.values()}
@@ -155,6 +165,24 @@ def run(
         if (kind := _kind(entry)) and name in counts:
             counts[name][kind] += 1
     return {fix: Outcome(**counts[file.name]) for fix, file in files.items()}
+
+
+def process(python: str) -> Pytest:
+    """Runs of pytest as processes of ``python``."""
+
+    def pytest(arguments: Sequence[str], output: Path) -> int:
+        with output.open("w") as out:
+            command = [python, "-m", "pytest", *arguments]
+            return subprocess.run(command, env=os.environ | ENVIRONMENT, stdout=out, stderr=out, check=False).returncode
+
+    return pytest
+
+
+def third_party(folder: Path) -> list[str]:
+    """The modules that are worth importing once for all runs of the contracts in ``folder``."""
+    path = folder / "third-party.txt"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def failures(output: Path, fix: str, limit: int = 5) -> list[str]:

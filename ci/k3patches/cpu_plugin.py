@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 
-from k3patches import garbage
+from k3patches import bytecode, garbage
+
+
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    # Upstream's conftest imports vLLM.
+    bytecode.install(early_config.rootpath)
 
 
 def pytest_configure() -> None:

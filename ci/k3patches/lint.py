@@ -51,20 +51,32 @@ class Skipped(Exception):
 Check = Callable[[Bench], Iterator[str]]
 
 
-def lint(base: Base, source: Source, patches: Sequence[Patch], contracts: Path, scratch: Path) -> bool:
+def _print(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def lint(
+    base: Base,
+    source: Source,
+    patches: Sequence[Patch],
+    contracts: Path,
+    scratch: Path,
+    echo: Callable[[str], None] = _print,
+) -> bool:
     """Run all checks on a series, print a line for each check and finding, and say whether it is clean.
 
     ``contracts`` is the folder of contract files, ``scratch`` a folder that may be written to.
     """
     select(list(patches))
     findings = 0
-    for stale in scratch.glob(".lint-*"):
+    prefix = f".lint-{base.release}-"
+    for stale in scratch.glob(f"{prefix}*"):
         shutil.rmtree(stale, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=".lint-", dir=scratch) as folder:
-        tree = Path(folder) / "tree"
-        tree.mkdir()
-        source.unpack(tree)
-        trees.start(tree, base)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=scratch) as folder:
+        tree = Path(folder).resolve() / "tree"
+        pristine = scratch / f"v{base.release}" / "pristine"
+        trees.apply(base, source, [], pristine)
+        git("clone", "-q", "--shared", pristine.resolve(), tree, cwd=scratch)
         commits = []
         for patch in patches:
             trees.apply_one(tree, patch)
@@ -75,11 +87,11 @@ def lint(base: Base, source: Source, patches: Sequence[Patch], contracts: Path, 
             try:
                 found = list(check(bench))
             except Skipped as e:
-                click.echo(f"  {name}: SKIPPED, {e} is not installed", err=True)
+                echo(f"  {name}: SKIPPED, {e} is not installed")
                 continue
-            click.echo(f"  {name}: {f'{len(found)} findings' if found else 'ok'}", err=True)
+            echo(f"  {name}: {f'{len(found)} findings' if found else 'ok'}")
             for finding in found:
-                click.echo(f"    {finding}", err=True)
+                echo(f"    {finding}")
             findings += len(found)
     return findings == 0
 

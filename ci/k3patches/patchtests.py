@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from k3patches.contracts import ENVIRONMENT
 from k3patches.series import Patch
+from k3patches.zygote import Pytest
+
+ARGUMENTS = ("-q", "-p", "no:cacheprovider", "-p", "k3patches.cpu_plugin", "-m", "cpu_test")
 
 
 def files(patches: Sequence[Patch], tree: Path) -> list[str]:
@@ -35,11 +39,14 @@ def run(patches: Sequence[Patch], tree: Path, python: str, jobs: str = "auto", o
     return done.returncode == 0
 
 
+def forked(patches: Sequence[Patch], tree: Path, pytest: Pytest, output: Path) -> bool:
+    """The same in a process that is forked, with the contracts' environment; ``output`` gets what it prints."""
+    chosen = files(patches, tree)
+    return not chosen or pytest([*ARGUMENTS, *chosen], output, tree) == 0
+
+
 def command(python: str, tree: Path, jobs: str = "0") -> tuple[list[str], dict[str, str]]:
     """The start of pytest's command line for tests in ``tree``, and what the environment must have."""
-    arguments = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "k3patches.cpu_plugin", "-m", "cpu_test"]
-    arguments += ["-n", jobs, "--dist", "loadfile"]
+    arguments = [python, "-m", "pytest", *ARGUMENTS, "-n", jobs, "--dist", "loadfile"]
     path = os.pathsep.join([str(tree), str(Path(__file__).parents[1])])
-    env = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    # Small tensors: threads that wait for each other only take CPU time from the other processes.
-    return arguments, env | {"OMP_NUM_THREADS": "1"}
+    return arguments, {"PYTHONPATH": path, **ENVIRONMENT}

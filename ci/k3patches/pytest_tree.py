@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from k3patches import garbage
+from k3patches import bytecode, garbage
 from k3patches.skips import NOT_RUN
 
 
@@ -56,6 +56,13 @@ def pytest_configure(config: pytest.Config) -> None:
         # vLLM reads those of every installed package anew for each configuration, 10 ms that nothing has changed in.
         vars(metadata)["entry_points"] = functools.cache(metadata.entry_points)
         garbage.collect_seldom()
+        bytecode.install(config.getoption("--tree").resolve())
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.getoption("--tree"):
+        # vLLM collects garbage after each load, among all that importing it has left.
+        garbage.set_aside()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

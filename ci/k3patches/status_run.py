@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from k3patches.project import Project
 from k3patches.series import Patch
 from k3patches.source import Source
 from k3patches.status import Column, Inputs, Table, by_fix, findings
+from k3patches.zygote import Pytest, zygotes
 
 RAN_ON = """\
 import importlib.metadata, json, platform, pytest
@@ -70,12 +71,13 @@ class Run:
         if not self.fixes:
             raise UserError(f"{self.folder} has no contract, test_FIX.py: this is no whole checkout")
         self._do([task for s in subjects for task in self._trees(s)], "trees")
-        # The long ones first, so that no process is left alone with one at the end.
-        tasks = [self._contracts(s, name) for s in subjects for name in ("patched", "pristine")]
-        if thorough:
-            tasks += [self._patch_tests(s) for s in subjects]
-            tasks += [task for s in subjects for task in self._prefixes(s)]
-        self._do(tasks, "contracts")
+        modules = contracts.third_party(self.folder)
+        with zygotes(self.jobs, self.python, modules, os.environ | contracts.ENVIRONMENT) as pytest:
+            # The long ones first, so that no process is left alone with one at the end.
+            tasks = [self._prefixes(s, pytest) for s in subjects if thorough]
+            tasks += [self._contracts(s, name, pytest) for s in subjects for name in ("patched", "pristine")]
+            tasks += [self._patch_tests(s, pytest) for s in subjects if thorough]
+            self._do(tasks, "contracts")
         return Table(self.project.revision, ran_on, {s.base.release: self._column(s) for s in subjects})
 
     def _column(self, subject: Subject) -> Column:
@@ -101,42 +103,41 @@ class Run:
 
             yield Task(f"{base.release} {name} tree", make)
 
-    def _contracts(self, subject: Subject, name: str) -> Task:
+    def _contracts(self, subject: Subject, name: str, pytest: Pytest) -> Task:
         release = subject.base.release
 
         def do() -> str:
             where = self.project.build_dir(release)
             output = where / f"contracts-{name}.log"
-            found = contracts.run(self.folder, self.fixes, where / name, self.python, output=output)
+            found = contracts.run(self.folder, self.fixes, where / name, self.python, output=output, pytest=pytest)
             self.outcomes[release, name] = found
             return f"{sum(o.holds for o in found.values())} of {len(found)} hold"
 
         return Task(f"{release} {name}", do)
 
-    def _prefixes(self, subject: Subject) -> Iterator[Task]:
+    def _prefixes(self, subject: Subject, pytest: Pytest) -> Task:
         release = subject.base.release
-        # The last prefix is the whole series, which runs anyway.
-        for place, patch in enumerate(subject.patches[:-1]):
 
-            def do(place: int = place, patch: Patch = patch) -> str:
-                where = self.project.build_dir(release)
-                with prefix(where / "patched", place, where / f"prefix-{patch.number}") as made:
-                    found = contracts.run(self.folder, patch.contracts, made, self.python)
+        def do() -> str:
+            where = self.project.build_dir(release)
+            lines = [""]
+            for patch, made in zip(subject.patches, prefixes(where / "patched", where / "prefix"), strict=False):
+                found = contracts.run(self.folder, patch.contracts, made, self.python, pytest=pytest)
                 failed = [f"{fix} ({outcome})" for fix, outcome in found.items() if not outcome.holds]
                 self.wrong += [f"vLLM {release}: up to {patch.name}, {each} does not hold" for each in failed]
-                return "; ".join(f"{fix}: {outcome}" for fix, outcome in found.items())
+                lines.append(f"{patch.number}: " + "; ".join(f"{fix}: {outcome}" for fix, outcome in found.items()))
+            return "\n      ".join(lines)
 
-            yield Task(f"{release} up to {patch.number}", do)
+        return Task(f"{release}, each patch on those before it", do)
 
-    def _patch_tests(self, subject: Subject) -> Task:
+    def _patch_tests(self, subject: Subject, pytest: Pytest) -> Task:
         release = subject.base.release
 
         def do() -> str:
             where = self.project.build_dir(release)
             output = where / "patch-tests.log"
-            with output.open("w") as out:
-                # One process: the others have work of their own.
-                ok = patchtests.run(subject.patches, where / "patched", self.python, jobs="0", output=out)
+            output.write_text("")
+            ok = patchtests.forked(subject.patches, where / "patched", pytest, output)
             told = output.read_text(errors="replace").strip().splitlines()
             if not ok:
                 self.wrong.append(f"vLLM {release}: tests that the patches carry fail, see {output}")
@@ -184,17 +185,17 @@ def interpreter(python: str) -> dict[str, str]:
     return dict(json.loads(done.stdout))
 
 
-@contextmanager
-def prefix(patched: Path, place: int, folder: Path) -> Iterator[Path]:
-    """For a while, the tree of ``patched`` up to its patch number ``place``, counted from 0, in ``folder``."""
+def prefixes(patched: Path, folder: Path) -> Iterator[Path]:
+    """In ``folder``, the tree of ``patched`` up to each of its patches in turn, the last but one at the end."""
     commits = git("rev-list", "--reverse", f"{tree.PRISTINE_TAG}..HEAD", cwd=patched).split()
     # A killed run may have left one.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
         git("clone", "-q", "--shared", "--no-checkout", patched.resolve(), ".", cwd=folder)
-        git("checkout", "-q", commits[place], cwd=folder)
-        yield folder
+        for commit in commits[:-1]:
+            git("checkout", "-q", commit, cwd=folder)
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from k3patches import bytecode
+
 HERE = Path(__file__).resolve().parent
 POISONS = {"nan": float("nan"), "1e30": 1e30}
 
@@ -36,6 +38,7 @@ def main() -> None:
     chosen = parser.parse_args()
     os.environ |= {"VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     os.environ["OMP_NUM_THREADS"] = "1"
+    bytecode.install(chosen.tree.resolve())
     sys.dont_write_bytecode = True
     sys.path[:0] = [str(chosen.tree.resolve()), str(HERE), str(HERE.parent / "contracts")]
     import torch

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
+from pathlib import Path
 
 import pytest
+from k3patches.source import Sdist
 from miniature import (
     AUTHOR,
     COMMITS,
@@ -83,9 +85,42 @@ def test_a_good_series(mini: Mini, run: Run) -> None:
 
 
 def test_what_a_killed_lint_left_is_removed(mini: Mini, run: Run) -> None:
-    (mini.build / ".lint-killed" / "tree").mkdir(parents=True)
+    (mini.build / ".lint-0.27.1-killed" / "tree").mkdir(parents=True)
     require_ok(run("lint"))
     assert mini.leftovers() == []
+
+
+def test_all_bases_are_told_one_after_the_other(mini: Mini, run: Run) -> None:
+    later = shutil.copytree(mini.series_dir, mini.series_dir.with_name("v0.28.0"))
+    toml = later / "base.toml"
+    toml.write_text(toml.read_text().replace('release = "0.27.1"', 'release = "0.28.0"'))
+    blocks = [["series of vLLM 0.27.1, 3 patches"], ["series of vLLM 0.28.0, 3 patches"]]
+    told = require_ok(run("lint", "--all")).err.splitlines()
+    assert [line for line in told if not line.startswith("  ")] == [line for block in blocks for line in block]
+    assert len(told) == 2 * (1 + len(CHECKS))
+    path = later / PATCHES[0]
+    path.write_text(path.read_text().replace("Signed-off-by", "Seen-by"))
+    result = run("lint", "--all")
+    require_error(result, "findings listed above")
+    first, second = result.err.split("series of vLLM 0.28.0")
+    assert "findings" not in first
+    assert f"{PATCHES[0]}: no Signed-off-by of its author" in second
+    require_error(run("lint", "--all", "--base", "0.28.0"), "leave --base and other sources out")
+    assert mini.leftovers() == []
+
+
+def test_the_release_is_unpacked_once(mini: Mini, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    unpacked = []
+    unpack = Sdist.unpack
+
+    def counted(self: Sdist, into: Path) -> None:
+        unpacked.append(into)
+        unpack(self, into)
+
+    monkeypatch.setattr(Sdist, "unpack", counted)
+    require_ok(run("lint"))
+    require_ok(run("lint"))
+    assert len(unpacked) == 1
 
 
 def test_an_empty_series(mini: Mini, run: Run) -> None:

@@ -200,11 +200,16 @@ def test_each_patch_must_do_its_job_without_the_later_ones(measured: Mini, run: 
 
 def test_the_tree_of_a_prefix_is_the_series_up_to_it(measured: Mini, run: Run) -> None:
     require_ok(run("apply"))
-    with status_run.prefix(measured.tree, 1, measured.build / "prefix") as tree:
-        assert "x + 100" in (tree / "vllm" / "alpha.py").read_text()
-        assert (tree / "vllm" / "new.py").is_file()
-        assert "x - 98" not in (tree / "vllm" / "gamma.py").read_text()
-    assert not (measured.build / "prefix").exists()
+    folder = measured.build / "prefix"
+    changed = ("x + 100", "alpha.py"), ("NEW", "new.py"), ("x - 98", "gamma.py")
+    present = []
+    for tree in status_run.prefixes(measured.tree, folder):
+        assert tree == folder
+        files = [(text, tree / "vllm" / name) for text, name in changed]
+        present.append([path.is_file() and text in path.read_text() for text, path in files])
+    # The last one is the patched tree itself.
+    assert present == [[True, False, False], [True, True, False]]
+    assert not folder.exists()
     # The patched tree is still what apply made.
     require_ok(run("apply"))
 

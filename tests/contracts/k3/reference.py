@@ -36,10 +36,14 @@ class Oracle:
         self.checkpoint = checkpoint
         self._outputs: dict[tuple[int, str, int], torch.Tensor] = {}
         self._inputs: dict[int, torch.Tensor] = {}
+        self._last: tuple[tuple[int, str], torch.Tensor] | None = None
 
     def matrix(self, layer: int, projection: str) -> torch.Tensor:
-        """float64 [rows, cols] of one projection."""
-        return dequantize(*self.checkpoint.matrix(layer, projection))
+        """float64 [rows, cols] of one projection; the last one is remembered, all would take gigabytes."""
+        key = (layer, projection)
+        if self._last is None or self._last[0] != key:
+            self._last = key, dequantize(*self.checkpoint.matrix(layer, projection))
+        return self._last[1]
 
     def partial(self, layer: int, projection: str, x: torch.Tensor, part: slice) -> torch.Tensor:
         """What a rank that holds the columns `part` adds to x @ W^T, in float64: [tokens, rows]."""

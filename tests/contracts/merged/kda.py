@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,12 @@ def _config(geometry: Geometry, form: Format) -> dict[str, Any]:
     return {**geometry.text_config(), "quantization_config": quantization}
 
 
+@functools.cache
+def _plain(geometry: Geometry) -> dict[str, torch.Tensor]:
+    """What is not quantized, which nobody writes to: made once, as the matrices that are made with it take long."""
+    return Checkpoint.random(geometry, 1).only().tensors
+
+
 class Kda:
     """The attention of a K3 under `scales`, the global scales of IN's matrices, on the first rank of `size`."""
 
@@ -47,9 +54,8 @@ class Kda:
         k3_compat.start_distributed(config)
         with compat.without_gpu({}):
             self.model = modules.build(config, size=size)
-            plain = Checkpoint.random(geometry, 1).only().tensors
             self._fill()
-            self.model.load((name.removeprefix(OUTER), tensor) for name, tensor in plain.items())
+            self.model.load((name.removeprefix(OUTER), tensor) for name, tensor in _plain(geometry).items())
 
     def _fill(self) -> None:
         # By the parameters' loaders: a K3 without experts takes compressed-tensors' names for those of MXFP4 experts.

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from k3patches import bytecode
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tiny_k3.loading")
@@ -28,6 +30,7 @@ def main() -> None:
     chosen = parser.parse_args()
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     os.environ["OMP_NUM_THREADS"] = "1"
+    bytecode.install(chosen.tree.resolve())
     sys.dont_write_bytecode = True
     # The contracts' stand-ins for a GPU.
     sys.path[:0] = [str(chosen.tree.resolve()), str(Path(__file__).resolve().parents[2] / "contracts")]
